@@ -1,0 +1,60 @@
+# Everything a newcomer or a CI job runs. Each target makes the environment first if it is not there yet.
+
+PYTHON ?= python3
+VENV ?= .venv
+SHELL := /bin/bash
+
+BIN := $(VENV)/bin
+# Written when the environment is complete; holds the name of the requirements it was made from.
+STAMP := $(VENV)/.headrace-stamp
+MADE_FROM := $(shell cat $(STAMP) 2>/dev/null)
+REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
+
+# One thread per process: OpenMP threads on shared cores spin and stall. Tests take nothing from the hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test lint docs clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@echo
+	@echo "  With a GPU: make venv REQUIREMENTS=requirements/gpu.txt VENV=.venv-gpu"
+
+venv: $(STAMP) ## Make the environment (.venv) from the pinned requirements
+
+ifneq ($(MADE_FROM),)
+ifneq ($(MADE_FROM),$(REQUIREMENTS))
+$(error $(VENV) was made from $(MADE_FROM), not $(REQUIREMENTS): remove it, or pass another VENV=)
+endif
+endif
+
+# requirements/cpu.txt says why nothing resolves dependencies here. --no-compile: compiling all 26,000 modules takes a
+# third of the installation; Python compiles those that are used, at their first import.
+$(STAMP): $(REQUIREMENTS) requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headrace needs Python 3.11 or newer (PYTHON=python3.11)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-compile -r $(REQUIREMENTS) -r requirements/dev.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@[ '$(REQUIREMENTS)' != requirements/cpu.txt ] || $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || { \
+	  echo "error: pip chose the CUDA build of torch. Remove $(VENV) and run: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv" >&2; exit 1; }
+	@echo '$(REQUIREMENTS)' > $@
+
+quickstart: $(STAMP) ## Train a small real model on two CPU cores and see it get better
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP) ## Run the whole test suite
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+lint: $(STAMP) ## Ruff, mypy and the arrows between the packages
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(STAMP) ## Write docs/configuration.md from the configuration's models
+	$(BIN)/python docs/generate.py
+
+clean: ## Remove caches and build products; the environment, models and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

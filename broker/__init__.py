@@ -1,0 +1,22 @@
+"""Everything that talks to Redis: streams, leases, the release budget, the ledger, membership, control messages."""
+
+from broker.link import BrokerFullError
+from broker.records import DeadLetter, Delivery, Lease, Ledger, Member, Queues
+from broker.server import Server
+from broker.sources import Source, Sourced, open_source
+from broker.store import Broker
+
+__all__ = [
+    "Broker",
+    "BrokerFullError",
+    "DeadLetter",
+    "Delivery",
+    "Lease",
+    "Ledger",
+    "Member",
+    "Queues",
+    "Server",
+    "Source",
+    "Sourced",
+    "open_source",
+]

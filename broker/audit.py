@@ -1,0 +1,89 @@
+"""Reading a run from outside: its ledger as the conservation equation, its queues, its members.
+
+A run that is over is read too: where no server answers, one is started on the data the run left in its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from broker.link import Endpoint, endpoint
+from broker.records import DeadLetter, Ledger, Member, Queues
+from broker.server import Server
+from broker.store import Broker
+from common.config import Config
+from common.errors import ConfigError
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Broker]:
+    """The run's broker: the live server, else one started for the occasion on the run folder's data.
+
+    Raises:
+        ConfigError: neither.
+    """
+    try:
+        broker = Broker.connect(config, endpoint(config))
+    except ConfigError:
+        if config.broker.url or not (config.run.folder / "redis" / "appendonlydir").is_dir():
+            raise
+    else:
+        try:
+            yield broker
+        finally:
+            broker.close()
+        return
+    # Read-only company: the port `up` used is not needed.
+    with Server(config.broker.model_copy(update={"port": None})).start(config.run.folder) as server:
+        broker = Broker.connect(config, Endpoint(server.url, server.password))
+        try:
+            yield broker
+        finally:
+            broker.close()
+
+
+def equation(ledger: Ledger) -> str:
+    """The conservation equation, a line for each term."""
+    terms = [
+        ("released", ledger.released),
+        ("= trained", ledger.trained),
+        ("+ filtered, all correct", ledger.filtered_correct),
+        ("+ filtered, all wrong", ledger.filtered_wrong),
+        ("+ filtered, equal rewards", ledger.filtered_equal),
+        ("+ expired", ledger.expired),
+        ("+ dead-lettered", ledger.dead),
+        ("+ outstanding", ledger.outstanding),
+    ]
+    if ledger.balanced:
+        verdict = "balanced"
+    else:
+        verdict = f"NOT BALANCED: released is {ledger.released}, the terms sum to {ledger.accounted}"
+    extra = f"({ledger.submitted} submitted, {ledger.settled} settled, {ledger.duplicates} duplicates discarded)"
+    return "\n".join([*(f"{name:<27}{value:>10}" for name, value in terms), extra, verdict])
+
+
+def overview(
+    run_id: str, version: int, queues: Queues, ledger: Ledger, members: list[Member], dead: list[DeadLetter]
+) -> str:
+    """What `headrace status` prints."""
+    lines = [
+        f"run {run_id}, policy version {version}",
+        f"prompts   {queues.prompts_waiting} waiting, {queues.prompts_leased} leased",
+        f"groups    {queues.groups_waiting} waiting, {queues.groups_held} held by the learner, "
+        f"{queues.unsettled} trained and not yet in a checkpoint",
+        "",
+        equation(ledger),
+        "",
+        f"members   {len(members)}",
+    ]
+    for member in members:
+        counters = " ".join(f"{name}={value:g}" for name, value in sorted(member.counters.items()))
+        lines.append(
+            f"  {member.id} {member.role} {member.state} v={member.version} epoch={member.epoch} "
+            f"{member.host}:{member.pid} seen {member.age_s:.1f} s ago {counters}".rstrip()
+        )
+    if queues.dead_letters:
+        lines += ["", f"dead letters {queues.dead_letters}, the newest:"]
+        lines += [f"  {each.group_id or '(no id)'}: {each.error}" for each in dead]
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""`headrace broker|up|status|audit`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from common import settings
+from common.cli import ConfigPath, Overrides, load_config
+from common.config import Config
+from common.errors import ConfigError
+
+RunId = Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; by default the newest one.")]
+
+
+def broker(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run the broker service: prompt feeder and lease reclaimer."""
+    from broker.service import run_service
+
+    raise typer.Exit(run_service(load_config(config, overrides)))
+
+
+def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:
+    """Print a run's queues, policy version, ledger and members."""
+    from broker.audit import open_run, overview
+    from broker.runs import existing_run
+
+    resolved = existing_run(settings.load(config, overrides or []), run_id)
+    with open_run(resolved) as run:
+        typer.echo(
+            overview(
+                resolved.run.run_id, run.version(), run.queues(), run.ledger(), run.members(), run.dead_letters()
+            )
+        )
+
+
+def audit(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:
+    """Print a run's conservation equation, live or finished; exit with 1 where it does not hold."""
+    from broker.audit import equation, open_run
+    from broker.runs import existing_run
+
+    resolved = existing_run(settings.load(config, overrides or []), run_id)
+    with open_run(resolved) as run:
+        ledger = run.ledger()
+    typer.echo(f"run {resolved.run.run_id}\n{equation(ledger)}")
+    raise typer.Exit(0 if ledger.balanced else 1)
+
+
+def up(
+    config: ConfigPath,
+    generators: Annotated[int, typer.Option("--generators", min=1, metavar="N", help="Generator processes.")] = 1,
+    learner_ranks: Annotated[
+        int | None, typer.Option("--learner-ranks", min=1, metavar="M", help="Overrides learner.ranks.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=1, metavar="K", help="Overrides learner.max_steps.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest checkpoint.")] = False,
+    run_id: RunId = None,
+    overrides: Overrides = None,
+) -> None:
+    """Start a whole local fleet: server, broker service, generators, learner."""
+    from broker.local import run_fleet
+
+    run = _run_of_up(settings.load(config, overrides or []), run_id, resume)
+    extra = [f"run.id={json.dumps(run)}"]  # quoted: an id may look like a number
+    if learner_ranks is not None:
+        extra.append(f"learner.ranks={learner_ranks}")
+    if max_steps is not None:
+        extra.append(f"learner.max_steps={max_steps}")
+    resolved = load_config(config, overrides, extra)
+    raise typer.Exit(run_fleet(resolved, generators, resolved.learner.ranks, resume))
+
+
+def _run_of_up(config: Config, run_id: str | None, resume: bool) -> str:
+    """Id of the run to start or continue.
+
+    Raises:
+        ConfigError: a new run whose folder exists, or nothing to resume.
+    """
+    from broker.runs import new_run_id, newest_run_id
+
+    chosen = run_id or config.run.id or (newest_run_id(config.run) if resume else new_run_id(config.run.name))
+    if chosen is None:
+        raise ConfigError(f"{config.run.dir}: no run named {config.run.name!r} to resume; start it without --resume")
+    folder = config.run.dir / chosen
+    if resume and not folder.is_dir():
+        raise ConfigError(f"{folder}: no such run to resume; start it without --resume")
+    if not resume and folder.exists():
+        raise ConfigError(f"{folder}: this run exists; continue it with --resume, or choose another --run-id")
+    return chosen

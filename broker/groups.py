@@ -1,0 +1,115 @@
+"""The group side: the learner takes groups, trains them, and settles them when their effect is durable.
+
+Promise: a group reaches the surviving weights exactly once. Each incarnation of the learner has an epoch; `begin` makes
+a new one, fences the older ones and delivers again whatever the restored weights do not contain.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+
+from broker.keys import LEARNER
+from broker.link import MAX_BLOCK_MS, Link, _log
+from broker.records import Delivery
+from common import wire
+from common.errors import WireError
+
+
+class GroupQueue(Link):
+    """Methods of `Broker` around the `groups` stream. All but `version` and `finished` are for the learner's rank 0."""
+
+    def begin(self, version: int, contained: Collection[str]) -> int:
+        """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
+
+        Groups in `contained` are settled. All others in the stream, trained by an older incarnation or not, are
+        outstanding and will be delivered again. The run counts as unfinished again.
+
+        Returns:
+            The epoch, which fences every older one.
+        """
+        k = self.keys
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events]
+        return int(self._run("begin", keys, [LEARNER, version, *contained]))
+
+    def take(self, epoch: int, count: int, block_ms: int) -> list[Delivery]:
+        """Up to `count` groups, after at most `block_ms` (and 5 s). Empty if there are none, or none that is a group:
+        an entry that cannot be decoded, or that no lease produced, is dead-lettered with the reason and skipped.
+
+        Raises:
+            FencedError: a newer incarnation began.
+        """
+        last, entries = self._take(epoch, count)
+        if not entries and block_ms > 0:
+            block = min(block_ms, MAX_BLOCK_MS)
+            if self._call(lambda: self._client.xread({self.keys.groups: last}, count=1, block=block)):
+                _, entries = self._take(epoch, count)
+        deliveries = []
+        for entry_id, group_id, payload, known in entries:
+            try:
+                if not known:
+                    raise WireError("no lease of this run produced this entry")
+                group = wire.decode_group(payload, self.config.sampling.group_size)
+                if group.group_id != group_id:
+                    raise WireError(f"group {group.group_id} came under the id {group_id}")
+                deliveries.append(Delivery(entry_id, group))
+            except WireError as error:
+                _log.warning("group entry %s dead-lettered: %s", entry_id, error)
+                self._drop(epoch, "dead", str(error), [(entry_id, group_id)])
+        return deliveries
+
+    def expire(self, epoch: int, deliveries: Sequence[Delivery]) -> None:
+        """These are too old to train: they go, and their budget is free. FencedError as `take`."""
+        self._drop(epoch, "expired", "", [(each.entry_id, each.group.group_id) for each in deliveries])
+
+    def step(self, epoch: int, version: int, deliveries: Sequence[Delivery]) -> None:
+        """The optimizer steps that made `version` trained these. FencedError as `take`."""
+        k = self.keys
+        pairs = [value for each in deliveries for value in (each.entry_id, each.group.group_id)]
+        self._run("step", [k.ledger, k.state, k.arrived, k.unsettled, k.events], [epoch, version, *pairs])
+
+    def settle(self, epoch: int, group_ids: Collection[str]) -> int:
+        """The effect of these trained groups is durable: acknowledge and delete them. FencedError as `take`.
+
+        Returns:
+            How many were settled now; groups that were never trained, or are settled already, do not count.
+        """
+        if not group_ids:
+            return 0
+        k = self.keys
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled]
+        return int(self._run("settle", keys, [LEARNER, epoch, *group_ids]))
+
+    def version(self) -> int:
+        """The learner's policy version."""
+        return int(self._call(lambda: self._client.hget(self.keys.state, "version")) or 0)
+
+    def finish(self) -> None:
+        """The run has reached its last step."""
+
+        def write() -> None:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.hset(self.keys.state, "finished", 1)
+                pipe.xadd(self.keys.events, {"e": "finish"}, maxlen=100, approximate=False)
+                pipe.execute()
+
+        self._call(write)
+
+    def finished(self) -> bool:
+        """Whether the run has reached its last step, and no learner has begun since."""
+        return self._call(lambda: self._client.hget(self.keys.state, "finished")) is not None
+
+    def _take(self, epoch: int, count: int) -> tuple[str, list[tuple[str, str, bytes, bool]]]:
+        k = self.keys
+        request = uuid.uuid4().hex
+        last, entries = self._run("take", [k.groups, k.state, k.arrived], [LEARNER, epoch, count, request])
+        return last.decode(), [
+            (entry_id.decode(), group_id.decode(errors="replace"), payload, bool(known))
+            for entry_id, group_id, payload, known in entries
+        ]
+
+    def _drop(self, epoch: int, counter: str, error: str, entries: Sequence[tuple[str, str]]) -> None:
+        if entries:
+            k = self.keys
+            keys = [k.groups, k.dead, k.ledger, k.state, k.arrived, k.unsettled, k.events]
+            self._run("drop", keys, [LEARNER, epoch, counter, error, *(value for pair in entries for value in pair)])

@@ -1,0 +1,43 @@
+"""The one place that owns the names of everything a run keeps in Redis.
+
+Every key starts with `headrace:{run_id}:`; the braces make the run a hash tag, so that all keys of a run live in one
+slot and one script may touch several of them.
+
+| key       | type   | holds |
+|-----------|--------|-------|
+| prompts   | stream | `g` group id, `p` prompt: released, not yet answered; an entry id is a fencing token |
+| groups    | stream | `g` group id, `p` group: answered, not yet durable; one consumer per learner epoch |
+| dead      | stream | `g`, `p`, `error`, `from`: dead letters, the newest 1000 or so |
+| ledger    | hash   | counters of what happened; see `broker.records.Ledger` |
+| state     | hash   | position, version, epoch, finished, and the last take of the learner |
+| arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
+| unsettled | hash   | group id -> entry id in groups: trained, and in no durable checkpoint yet |
+| closed    | zset   | "entry-id outcome" of leases that ended in the last minutes: sent twice counts once |
+| members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
+| control, acks | stream | weight-update messages and their acknowledgements, capped |
+| events    | stream | a line whenever budget was freed or the version changed, capped: what the feeder blocks on |
+"""
+
+from __future__ import annotations
+
+GENERATORS = "generators"
+LEARNER = "learner"
+
+
+class Keys:
+    """The keys of one run."""
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"headrace:{{{run_id}}}:"
+        self.prompts = self.prefix + "prompts"
+        self.groups = self.prefix + "groups"
+        self.dead = self.prefix + "dead"
+        self.ledger = self.prefix + "ledger"
+        self.state = self.prefix + "state"
+        self.arrived = self.prefix + "arrived"
+        self.unsettled = self.prefix + "unsettled"
+        self.closed = self.prefix + "closed"
+        self.members = self.prefix + "members"
+        self.control = self.prefix + "control"
+        self.acks = self.prefix + "acks"
+        self.events = self.prefix + "events"

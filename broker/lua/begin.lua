@@ -1,0 +1,28 @@
+#!lua flags=allow-oom
+-- A new incarnation of the learner. Older ones are fenced; what the restored checkpoint contains is settled; everything
+-- else in the stream, trained or not, will be delivered again.
+-- KEYS  1 groups  2 ledger  3 state  4 arrived  5 unsettled  6 events
+-- ARGV  1 consumer group  2 version of the restored weights, then the group ids they contain
+-- Returns the new epoch.
+local trained, settled = 0, 0
+for i = 3, #ARGV do
+  local id = redis.call('HGET', KEYS[4], ARGV[i])
+  if id then
+    redis.call('XDEL', KEYS[1], id)
+    redis.call('HDEL', KEYS[4], ARGV[i])
+    -- In the checkpoint but not counted yet: the old learner died between its optimizer step and telling us.
+    if redis.call('HDEL', KEYS[5], ARGV[i]) == 0 then trained = trained + 1 end
+    settled = settled + 1
+  end
+end
+trained = trained - redis.call('HLEN', KEYS[5])
+redis.call('DEL', KEYS[5])
+redis.call('HINCRBY', KEYS[2], 'trained', trained)
+redis.call('HINCRBY', KEYS[2], 'settled', settled)
+-- A fresh consumer group reads the stream from its start: every entry still there is undelivered again, in order.
+redis.call('XGROUP', 'DESTROY', KEYS[1], ARGV[1])
+redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
+redis.call('HDEL', KEYS[3], 'finished', 'take_request', 'take_ids')
+redis.call('HSET', KEYS[3], 'version', ARGV[2])
+redis.call('XADD', KEYS[6], 'MAXLEN', 100, '*', 'e', 'begin')
+return redis.call('HINCRBY', KEYS[3], 'epoch', 1)

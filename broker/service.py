@@ -1,0 +1,112 @@
+"""The broker service: the feeder in a thread, the reclaimer and the service's own heartbeat in the main one.
+
+It ends when the run is finished, or on SIGTERM or SIGINT. It holds nothing that Redis does not, so it may be killed and
+started again at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from broker.feeder import Feeder
+from broker.records import Member
+from broker.sources import open_source
+from broker.store import Broker
+from common import log as logging
+from common.config import Config
+from common.log import Logger
+
+
+def run_service(config: Config, stopping: threading.Event | None = None) -> int:
+    """Serve the run until it is finished or told to stop. Returns the exit code, 0.
+
+    Args:
+        config: the run.
+        stopping: set it to stop the service; by default, and in the main thread only, SIGTERM and SIGINT do.
+
+    Raises:
+        HeadraceError: the source cannot be opened, or the server is gone for longer than a minute.
+    """
+    log = logging.setup(config.run.run_id, "broker")
+    broker = Broker.connect(config)
+    with _stop_signal(stopping) as stop:
+        try:
+            feeder = Feeder(broker, open_source(config.prompts, config), log)
+            _serve(broker, feeder, stop, log)
+        finally:
+            broker.close()
+    return 0
+
+
+def _serve(broker: Broker, feeder: Feeder, stop: threading.Event, log: Logger) -> None:
+    failures: list[BaseException] = []
+
+    def feed() -> None:
+        try:
+            feeder.run(stop)
+        except BaseException as error:  # raised again by the main thread, which ends the process
+            failures.append(error)
+            stop.set()
+
+    # A finish from before a resumed run: it counts only once a learner has begun and cleared it.
+    stale = broker.finished()
+    member_id = f"broker-{socket.gethostname()}-{os.getpid()}"
+    log.info("broker serves from prompt %d on, budget %d groups", broker.position(), broker.config.max_outstanding)
+    thread = threading.Thread(target=feed, name="feeder", daemon=True)
+    thread.start()
+    while not stop.is_set():
+        _tick(broker, feeder, member_id, log)
+        finished = broker.finished()
+        stale = stale and finished
+        if finished and not stale:
+            log.info("the run is finished")
+            break
+        stop.wait(broker.config.broker.heartbeat_s)
+    stop.set()
+    thread.join()
+    if failures:
+        raise failures[0]
+    broker.leave(member_id)
+    log.info("broker stops, %d prompts released by this process", feeder.released)
+
+
+def _tick(broker: Broker, feeder: Feeder, member_id: str, log: Logger) -> None:
+    version = broker.version()
+    log.version = str(version)
+    broker.heartbeat(
+        Member(
+            id=member_id,
+            role="broker",
+            state="serving",
+            version=version,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            counters={"released": float(feeder.released)},
+        )
+    )
+    for entry_id, consumer in broker.reclaim():
+        log.warning("lease %s of %s taken back", entry_id, consumer)
+
+
+@contextmanager
+def _stop_signal(given: threading.Event | None) -> Iterator[threading.Event]:
+    if given is not None:
+        yield given
+        return
+    event = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        event.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

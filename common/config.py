@@ -1,0 +1,324 @@
+"""The configuration of a run: one YAML file, read by every process, each looking at its own section.
+
+Unknown keys, impossible values and impossible combinations are refused here, with the field's name, the value and what
+would be right. What needs the file system, the network or a library (does the model folder exist, does the reward
+import) is checked by each room's `checks.py` before any process takes a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """Name, place and seed of a run."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Prefix of the run id; lower case, digits, '-'.")
+    id: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9-]{0,95}$",
+        description="Identity of the run in Redis and on disk. `headrace up` makes one from name and time; processes "
+        "started one by one must share it and fall back to the name.",
+    )
+    dir: Path = Field(Path("runs"), description="Folder that holds a folder per run.")
+    seed: NonNegativeInt = 0
+
+    @property
+    def run_id(self) -> str:
+        return self.id or self.name
+
+    @property
+    def folder(self) -> Path:
+        return self.dir / self.run_id
+
+
+class ModelConfig(Section):
+    """The policy: any Hugging Face causal language model."""
+
+    path: str = Field(description="Local folder or hub name.")
+    trust_remote_code: bool = False
+    chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts given as messages.")
+
+
+class ReasoningGymPrompts(Section):
+    """Procedurally generated tasks of the reasoning-gym package."""
+
+    type: Literal["reasoning_gym"]
+    task: str = Field(description="Name of the task, for example chain_sum.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the task's generator.")
+    size: PositiveInt = 10_000
+    seed: NonNegativeInt = 0
+    system: str | None = Field(None, description="System message; null leaves it to the chat template.")
+    suffix: str = Field("", description="Appended to every question.")
+
+
+class DatasetPrompts(Section):
+    """A Hugging Face data set, Parquet or JSONL, in the `prompt`-column convention or the DAPO schema."""
+
+    type: Literal["dataset"]
+    path: str = Field(description="Hub name, local data-set folder, .parquet, .jsonl or .json file.")
+    split: str = "train"
+    prompt_column: str = "prompt"
+    deduplicate: bool = Field(True, description="Drop rows whose prompt text was seen before, and say how many.")
+    system: str | None = None
+    suffix: str = ""
+
+
+PromptsConfig = Annotated[ReasoningGymPrompts | DatasetPrompts, Field(discriminator="type")]
+
+
+class BaseReward(Section):
+    timeout_s: PositiveFloat = Field(10.0, description="Deadline of one scoring call; a late one is a data failure.")
+    workers: PositiveInt = Field(1, description="Worker processes that score.")
+
+
+class NamedReward(BaseReward):
+    """A reward that ships with Headrace. `math_dapo` is the recipe's strict rule; `math_verify` is forgiving."""
+
+    type: Literal["math_dapo", "math_verify"]
+
+
+class ReasoningGymReward(BaseReward):
+    """The task's own scoring, between 0 and 1."""
+
+    type: Literal["reasoning_gym"]
+    extract: str | None = Field(
+        None,
+        description="Regular expression; the answer is its last match in the completion. Null: the whole completion.",
+    )
+
+    @field_validator("extract")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"must be a regular expression: {error}") from None
+        return pattern
+
+
+class FunctionReward(BaseReward):
+    """A reward of one's own: `f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
+
+    type: Literal["function"]
+    function: str = Field(pattern=r"^[\w.]+:[\w.]+$", description="package.module:function")
+    correct_at: float | None = Field(
+        None,
+        description="A raw reward of at least this is a correct response. Null: correctness is unknown, and a group is "
+        "uninformative when all its rewards are equal.",
+    )
+
+
+RewardConfig = Annotated[NamedReward | ReasoningGymReward | FunctionReward, Field(discriminator="type")]
+
+
+class SamplingConfig(Section):
+    """How trajectories are sampled. Training keeps top_p = 1 and top_k off: anything else renormalises the sampler's
+    distribution and the importance ratio loses its meaning."""
+
+    group_size: PositiveInt = Field(8, description="Responses per prompt.")
+    temperature: PositiveFloat = 1.0
+    max_prompt_tokens: PositiveInt = 512
+    max_response_tokens: PositiveInt = 512
+    dynamic_sampling: bool = Field(True, description="Drop groups that are all correct or all wrong.")
+
+
+class GeneratorConfig(Section):
+    """One vLLM generator."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    prompts_in_flight: PositiveInt = Field(8, description="Prompts leased at a time.")
+    kv_cache_mb: PositiveInt | None = Field(None, description="Size of the KV cache; null leaves it to vLLM.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    tensor_parallel_size: PositiveInt = 1
+    max_num_seqs: PositiveInt = 256
+    enforce_eager: bool = False
+    threads: PositiveInt = Field(1, description="CPU build only: OpenMP threads of the engine.")
+
+
+class BrokerConfig(Section):
+    """Where Redis or Valkey is and how leases behave."""
+
+    url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL. Null: `headrace up` starts a Valkey server of its own."
+    )
+    password_file: Path | None = Field(None, description="File that holds the password; never put it in the URL.")
+    port: int | None = Field(None, ge=1, le=65535, description="Port of the server `up` starts; null: unix socket only.")
+    maxmemory_mb: PositiveInt = Field(1024, description="Memory limit of the server `up` starts.")
+    heartbeat_s: PositiveFloat = 1.0
+    member_ttl_s: PositiveFloat = Field(10.0, description="A member silent for this long is gone.")
+    lease_ttl_s: PositiveFloat = Field(120.0, description="A leased prompt not renewed for this long is taken back.")
+    max_attempts: PositiveInt = Field(3, description="Data failures of one prompt before it is dead-lettered.")
+
+    @field_validator("url")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        if url is None:
+            return url
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        if "@" in url and ":" in url.split("@", 1)[0].split("//", 1)[1]:
+            raise ValueError("must not contain a password: use broker.password_file or HEADRACE_REDIS_PASSWORD")
+        return url
+
+
+class StalenessConfig(Section):
+    """How old, in policy versions, a token may be when it enters an optimizer step."""
+
+    max_staleness: NonNegativeInt = 2
+    expired_tokens: Literal["mask", "drop"] = Field(
+        "mask", description="mask: tokens that are too old leave the loss; drop: their whole group does."
+    )
+
+
+class CorrectionConfig(Section):
+    """Importance correction between the sampler (behaviour policy) and the learner (proximal policy)."""
+
+    mode: Literal["decoupled", "bypass", "none"] = "decoupled"
+    level: Literal["token", "sequence"] = "token"
+    cap: PositiveFloat = Field(2.0, description="Upper truncation C of the importance weight.")
+    token_mask: tuple[float, float] | None = Field(None, description="Mask tokens whose prox/mu leaves [low, high].")
+    sequence_mask: tuple[float, float] | None = Field(
+        None, description="Mask sequences whose geometric-mean prox/mu leaves [low, high]."
+    )
+
+    @field_validator("token_mask", "sequence_mask")
+    @classmethod
+    def _band(cls, band: tuple[float, float] | None) -> tuple[float, float] | None:
+        if band is not None and not 0 <= band[0] <= 1 <= band[1]:
+            raise ValueError("must be [low, high] with 0 <= low <= 1 <= high")
+        return band
+
+
+class ObjectiveConfig(Section):
+    """The loss. Defaults are DAPO's published recipe."""
+
+    ratio: Literal["token", "gspo", "cispo"] = "token"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    dual_clip: float | None = Field(10.0, gt=1, description="Bound c of the loss for negative advantages; null: off.")
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "prompt_token_mean"
+    ] = "token_mean"
+    normalize_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    overlong_filter: bool = Field(False, description="Truncated responses leave the loss.")
+    overlong_cache_tokens: NonNegativeInt = Field(
+        0, description="L_cache of the soft overlong punishment, in tokens before sampling.max_response_tokens; 0: off."
+    )
+    correction: CorrectionConfig = CorrectionConfig()
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: PositiveFloat = 1.0
+    warmup_steps: NonNegativeInt = Field(0, description="Optimizer steps of linear warm-up.")
+
+
+class LearnerConfig(Section):
+    """The DeepSpeed learner."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    ranks: PositiveInt = Field(1, description="Data-parallel ranks on this node.")
+    groups_per_step: PositiveInt = 8
+    updates_per_batch: PositiveInt = Field(1, description="Optimizer updates per batch (mini-batches).")
+    micro_batch_tokens: PositiveInt = Field(8192, description="Hard limit of tokens per micro-batch and rank.")
+    max_steps: PositiveInt = 1000
+    checkpoint_every: PositiveInt = Field(100, description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = 2
+    optimizer: OptimizerConfig = OptimizerConfig()
+    gradient_checkpointing: bool = False
+    threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")
+
+
+class WeightsConfig(Section):
+    """How new weights reach the generators."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there is a GPU, else gloo.")
+    bucket_mb: PositiveInt = 64
+    timeout_s: PositiveFloat = Field(30.0, description="Deadline of one broadcast.")
+    host: str = Field("127.0.0.1", description="Address of the learner that generators connect to.")
+    on_update: Literal["keep", "recompute"] = Field(
+        "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."
+    )
+
+
+class EvalConfig(Section):
+    """Held-out evaluation."""
+
+    prompts: PromptsConfig
+    limit: PositiveInt = Field(128, description="Prompts taken from the source, from its start.")
+    samples: PositiveInt = Field(1, description="Responses per prompt.")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_response_tokens: PositiveInt | None = Field(None, description="Null: as in training.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    prompts: PromptsConfig
+    reward: RewardConfig
+    sampling: SamplingConfig = SamplingConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    broker: BrokerConfig = BrokerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig | None = None
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        sampling, learner, objective = self.sampling, self.learner, self.objective
+        longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+        if learner.micro_batch_tokens < longest:
+            raise ValueError(
+                f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, less than the longest possible sequence "
+                f"({sampling.max_prompt_tokens} prompt + {sampling.max_response_tokens} response tokens); use at least "
+                f"{longest}"
+            )
+        if objective.overlong_cache_tokens > sampling.max_response_tokens:
+            raise ValueError(
+                f"objective.overlong_cache_tokens is {objective.overlong_cache_tokens}, more than "
+                f"sampling.max_response_tokens ({sampling.max_response_tokens}); use at most that, or 0 for off"
+            )
+        if learner.groups_per_step % learner.updates_per_batch:
+            raise ValueError(
+                f"learner.groups_per_step is {learner.groups_per_step}, which learner.updates_per_batch "
+                f"({learner.updates_per_batch}) does not divide; use a multiple of it"
+            )
+        if sampling.dynamic_sampling and sampling.group_size < 2:
+            raise ValueError(
+                f"sampling.group_size is {sampling.group_size}: with sampling.dynamic_sampling a group of one is never "
+                "mixed and nothing would train; use at least 2"
+            )
+        if self.reward.type == "reasoning_gym" and self.prompts.type != "reasoning_gym":
+            raise ValueError(
+                f"reward.type is 'reasoning_gym' but prompts.type is '{self.prompts.type}'; use prompts.type "
+                "'reasoning_gym', or another reward"
+            )
+        return self
+
+    @property
+    def max_outstanding(self) -> int:
+        """Bound of the release budget, in groups (architecture, invariant 4)."""
+        return (self.staleness.max_staleness + 1) * self.learner.groups_per_step

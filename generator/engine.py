@@ -1,0 +1,314 @@
+"""vLLM's AsyncLLM as a generator needs it: sample a group, be paused and given new weights, die audibly.
+
+What it promises:
+
+- Every sampled token comes with its behaviour log-probability (after temperature) and the policy version that the
+  engine stamped on it; nothing is truncated, and nothing is sampled before there is a version.
+- Nobody waits for a dead engine: vLLM's calls never return once its core process is gone, so every call here races
+  against the engine's death, and control calls against a deadline too.
+- A prompt that cannot be sampled is a `DataFailure`; an engine that cannot go on is an `EngineError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from common.config import Config
+from common.errors import HeadraceError
+from common.trajectory import FinishReason, Float32Array, Int32Array, VersionRun
+from common.weightwire import resolve_backend
+from generator.rewards import DataFailure
+
+T = TypeVar("T")
+_WATCH_S = 0.2  # vLLM offers no event for its core's death, only a flag
+
+
+class EngineError(HeadraceError):
+    """The engine died, or a control call did not return in time: this process cannot go on."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One response: token ids and log-probabilities (nats) of shape (tokens,), the end token included."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason
+    text: str
+
+
+class Engine:
+    """One vLLM engine.
+
+    Args:
+        config: the run's configuration.
+        generator_id: names this replica; its sampling seed follows from it and `run.seed`.
+        initial_version: version of the weights in `model.path`. None: they are not a version of this run, so nothing
+            may be sampled before the first update.
+    """
+
+    def __init__(self, config: Config, generator_id: str, initial_version: int | None = None) -> None:
+        self.config, self.generator_id = config, generator_id
+        self.version = initial_version
+        self.backend = resolve_backend(config.weights.backend)
+        self._llm: Any = None
+        self._dead: asyncio.Future[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._counts = dict.fromkeys(("tokens", "requests", "busy_s", "paused_s"), 0.0)
+        self._running, self._paused, self._marked = 0, False, time.monotonic()
+
+    # --- life
+
+    async def start(self) -> None:
+        """Load the model; some 10-20 s on a CPU."""
+        self._llm = await asyncio.to_thread(self._build)
+        self._dead = asyncio.get_running_loop().create_future()
+        self._watcher = asyncio.create_task(self._watch())
+        if self.version is not None:
+            await self.control(self._llm.update_weight_version(str(self.version)), "update_weight_version")
+
+    def _build(self) -> Any:
+        _prepare_environment(self.config)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.config, self.generator_id)))
+
+    async def _watch(self) -> None:
+        while not self._llm.errored:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_S)
+        assert self._dead is not None
+        if not self._dead.done():
+            self._dead.set_result(None)
+
+    async def close(self) -> None:
+        """Stop the engine and its processes."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown)
+
+    async def _race(self, call: Coroutine[Any, Any, T], what: str, deadline_s: float | None = None) -> T:
+        """The call's result; EngineError if the engine dies first or the deadline passes."""
+        if self._dead is None:
+            call.close()
+            raise EngineError(f"{what}: the engine is not running")
+        task: asyncio.Future[Any] = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([task, self._dead], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return cast(T, task.result())
+        finally:
+            task.cancel()
+        if self._dead.done():
+            raise EngineError(f"{what}: vLLM's engine process died; its last lines are in this process's log")
+        raise EngineError(f"{what}: vLLM did not answer within {deadline_s:.0f} s (weights.timeout_s)")
+
+    # --- sampling
+
+    async def sample(
+        self,
+        request_id: str,
+        prompt_ids: Int32Array,
+        n: int,
+        *,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        max_tokens: int | None = None,
+    ) -> list[Sampled]:
+        """Sample `n` responses to one prompt; what is not given is as in training.
+
+        Raises:
+            DataFailure: the prompt is too long, or vLLM refuses it.
+            EngineError: there is no version yet, or the engine died.
+        """
+        if self.version is None:
+            raise EngineError("sampling before the first weights have arrived")
+        sampling = self.config.sampling
+        if not 0 < len(prompt_ids) <= sampling.max_prompt_tokens:
+            raise DataFailure(
+                f"prompt of {len(prompt_ids)} tokens; expected 1 to {sampling.max_prompt_tokens} "
+                "(sampling.max_prompt_tokens)"
+            )
+        params = _sampling_params(
+            n,
+            sampling.temperature if temperature is None else temperature,
+            top_p,
+            max_tokens or sampling.max_response_tokens,
+        )
+        self._mark(running=+1)
+        try:
+            output = await self._race(self._generate(request_id, prompt_ids, params), f"request {request_id}")
+        finally:
+            self._mark(running=-1)
+        samples = [_sampled(completion, request_id) for completion in output.outputs]
+        self._counts["requests"] += 1
+        self._counts["tokens"] += sum(len(sample.token_ids) for sample in samples)
+        return samples
+
+    async def _generate(self, request_id: str, prompt_ids: Int32Array, params: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids.tolist()}
+        if self.config.weights.on_update == "keep":
+            # The cache survives updates, so a prefix computed by other weights must not be found.
+            prompt["cache_salt"] = str(self.version)
+        output = None
+        try:
+            async for latest in self._llm.generate(prompt, params, request_id):
+                output = latest
+        except EngineDeadError:
+            raise EngineError(f"request {request_id}: vLLM's engine process died") from None
+        except Exception as error:
+            if self._llm is None or self._llm.errored:
+                raise EngineError(f"request {request_id}: vLLM's engine process died") from error
+            raise DataFailure(f"vLLM refused the prompt: {error}") from error
+        if output is None or not output.finished:
+            raise EngineError(f"request {request_id}: vLLM ended it without a result")
+        return output
+
+    # --- weights
+
+    async def control(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        """A control call of vLLM within `weights.timeout_s`.
+
+        Raises:
+            EngineError: the engine died, did not answer in time, or refused.
+        """
+        try:
+            return await self._race(call, what, self.config.weights.timeout_s)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{what}: {error}") from error
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's own object, for control calls."""
+        return self._llm
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests are kept; `on_update: recompute` drops what the old weights cached."""
+        clear = self.config.weights.on_update == "recompute"
+        await self.control(self._llm.pause_generation(mode="keep", clear_cache=clear), "pause_generation")
+        self._mark(paused=True)
+
+    async def resume(self, version: int) -> None:
+        """Go on, with weights of `version`."""
+        self.version = version
+        await self.control(self._llm.resume_generation(), "resume_generation")
+        self._mark(paused=False)
+
+    # --- counters
+
+    def _mark(self, running: int = 0, paused: bool | None = None) -> None:
+        now = time.monotonic()
+        if self._paused:
+            self._counts["paused_s"] += now - self._marked
+        elif self._running:
+            self._counts["busy_s"] += now - self._marked
+        self._marked, self._running = now, self._running + running
+        if paused is not None:
+            self._paused = paused
+
+    def counters(self) -> dict[str, float]:
+        """Since the start: tokens and requests sampled, seconds busy (a request runs, not paused), seconds paused."""
+        self._mark()
+        return dict(self._counts)
+
+
+def engine_seed(run_seed: int, generator_id: str) -> int:
+    """Sampling seed of a replica, 31 bits: equal seeds on two replicas would sample duplicate text."""
+    digest = hashlib.sha256(f"{run_seed}:{generator_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def engine_arguments(config: Config, generator_id: str) -> dict[str, Any]:
+    """vLLM's AsyncEngineArgs for this run."""
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    generator, sampling = config.generator, config.sampling
+    longest = max(sampling.max_response_tokens, (config.eval and config.eval.max_response_tokens) or 0)
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": generator.dtype,
+        "tensor_parallel_size": generator.tensor_parallel_size,
+        "max_num_seqs": generator.max_num_seqs,
+        "max_model_len": sampling.max_prompt_tokens + longest,
+        "gpu_memory_utilization": generator.gpu_memory_utilization,
+        # On CPUs compiling costs the first request half a minute and gains little.
+        "enforce_eager": generator.enforce_eager or current_platform.is_cpu(),
+        "enable_prefix_caching": True,
+        "seed": engine_seed(config.run.seed, generator_id),
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=resolve_backend(config.weights.backend)),
+        "disable_log_stats": True,
+    }
+    if generator.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = generator.kv_cache_mb << 20
+    return arguments
+
+
+def _prepare_environment(config: Config) -> None:
+    """What vLLM and its child processes read from the environment; an operator's own setting wins."""
+    os.environ["OMP_NUM_THREADS"] = str(config.generator.threads)
+    for name, value in (
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        # By itself every CPU engine pins itself to the first cores, all of them to the same.
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        # This process has threads (broker client, rewards): a fork could copy a held lock.
+        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _sampling_params(n: int, temperature: float, top_p: float, max_tokens: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampled(completion: Any, request_id: str) -> Sampled:
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    flat = completion.logprobs
+    if len(token_ids) == 0 or list(flat.token_ids) != list(completion.token_ids):
+        raise EngineError(f"request {request_id}: {len(token_ids)} tokens, log-probabilities of {len(flat.token_ids)}")
+    if completion.finish_reason not in ("stop", "length"):
+        raise EngineError(f"request {request_id}: finished with {completion.finish_reason!r}; expected stop or length")
+    return Sampled(
+        token_ids=token_ids,
+        logprobs=np.asarray(flat.logprobs, dtype=np.float32),
+        versions=version_runs(completion.weight_versions, request_id),
+        finish_reason=completion.finish_reason,
+        text=completion.text,
+    )
+
+
+def version_runs(spans: Sequence[Any] | None, request_id: str) -> tuple[VersionRun, ...]:
+    """vLLM's weight-version spans as version runs."""
+    runs = tuple(VersionRun(int(span.version), span.start) for span in spans or () if span.end > span.start)
+    if not runs or runs[0].start != 0:
+        raise EngineError(f"request {request_id}: the engine stamped no weight version on its tokens")
+    return runs

@@ -1,0 +1,189 @@
+"""A generator: leases prompts, samples a group for each, scores it, submits it; weights change underneath.
+
+Read `Generator.run` and `Generator._serve` and you have read the generator. What it promises:
+
+- it takes no prompt before it holds a published version, nor samples one while its weights are older than the learner
+  accepts at the prompt's release (architecture, invariants 3 and 6);
+- every lease ends in exactly one of submitted, filtered, failed (data) or given back (infrastructure);
+- on SIGTERM, or when the run is finished, it takes nothing new, gives back what it has not finished, and exits 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+
+from broker import Broker, Lease, Member
+from common.config import Config
+from common.errors import HeadraceError
+from common.log import Logger
+from common.trajectory import Group, Response
+from generator.engine import Engine, Sampled
+from generator.rewards import DataFailure, RewardPool, Score, shape, uninformative
+from generator.updates import WeightReceiver
+
+LEASE_BLOCK_MS = 1000
+
+
+class Generator:
+    """One vLLM engine between the prompt stream and the group stream."""
+
+    def __init__(self, config: Config, generator_id: str, broker: Broker, log: Logger) -> None:
+        self.config, self.id, self.broker, self.log = config, generator_id, broker, log
+        self.engine = Engine(config, generator_id)
+        self.rewards = RewardPool(config)
+        self.receiver = WeightReceiver(self.engine, broker, generator_id, log)
+        self.draining = asyncio.Event()
+        self._in_flight: dict[str, Lease] = {}
+        self._started = time.monotonic()
+        self._blocked_s = 0.0
+        self._counts = dict.fromkeys(("groups", "filtered", "failures", "duplicates"), 0)
+
+    async def run(self) -> None:
+        """Serve until drained or until the run is finished.
+
+        Raises:
+            HeadraceError: the engine died, or the broker is gone for longer than its deadline.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.draining.set)
+        async with contextlib.AsyncExitStack() as stack:
+            heartbeat = asyncio.create_task(self._heartbeat())
+            stack.push_async_callback(self._leave, heartbeat)
+            self.rewards.start()
+            stack.callback(self.rewards.close)
+            await self.engine.start()
+            stack.push_async_callback(self.engine.close)
+            self.log.info("engine ready after %.1f s", time.monotonic() - self._started)
+            await self._until_drained(self.receiver.run(), self._serve(), self._watch(heartbeat))
+            await self._give_back_unfinished()
+        self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in self._counts.items()))
+
+    async def _until_drained(self, *jobs: Coroutine[None, None, None]) -> None:
+        """Run all jobs until the first ends; its error is ours."""
+        tasks = [asyncio.create_task(job) for job in jobs]
+        drained = asyncio.create_task(self.draining.wait())
+        stopped = asyncio.create_task(self.receiver.stopped.wait())
+        done, _ = await asyncio.wait([*tasks, drained, stopped], return_when=asyncio.FIRST_COMPLETED)
+        self.draining.set()
+        for task in (*tasks, drained, stopped):
+            task.cancel()
+        await asyncio.gather(*tasks, drained, stopped, return_exceptions=True)
+        for task in done:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+
+    async def _serve(self) -> None:
+        """Keep `prompts_in_flight` prompts in flight."""
+        await self.receiver.wait_for_version(0)
+        slots = asyncio.Semaphore(self.config.generator.prompts_in_flight)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await slots.acquire()
+                started = time.monotonic()
+                leases = await asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS)
+                self._blocked_s += time.monotonic() - started
+                if not leases:
+                    slots.release()
+                    continue
+                self._in_flight[leases[0].entry_id] = leases[0]
+                group.create_task(self._one(leases[0], slots))
+
+    async def _one(self, lease: Lease, slots: asyncio.Semaphore) -> None:
+        """One prompt, from lease to its end."""
+        try:
+            await self._sample_and_settle(lease)
+            self._in_flight.pop(lease.entry_id)
+        except DataFailure as failure:
+            self._counts["failures"] += 1
+            self.log.warning("prompt %s failed: %s", lease.prompt.group_id, failure)
+            await asyncio.to_thread(self.broker.fail, self.id, lease.entry_id, lease.prompt, str(failure))
+            self._in_flight.pop(lease.entry_id)
+        finally:
+            slots.release()
+
+    async def _sample_and_settle(self, lease: Lease) -> None:
+        prompt = lease.prompt
+        await self.receiver.wait_for_version(prompt.released_version - self.config.staleness.max_staleness)
+        samples = await self.engine.sample(lease.entry_id, prompt.token_ids, self.config.sampling.group_size)
+        sampled_at = time.time()
+        scores = await self.rewards.score(prompt, [sample.text for sample in samples])
+        kind = uninformative(scores) if self.config.sampling.dynamic_sampling else None
+        if kind is not None:
+            self._counts["filtered"] += 1
+            await asyncio.to_thread(self.broker.filtered, self.id, lease.entry_id, kind)
+            return
+        group = self._group(lease, samples, scores, sampled_at)
+        if await asyncio.to_thread(self.broker.submit, self.id, lease.entry_id, group):
+            self._counts["groups"] += 1
+        else:
+            self._counts["duplicates"] += 1
+            self.log.warning("prompt %s: lease was taken over, group discarded", prompt.group_id)
+
+    def _group(self, lease: Lease, samples: list[Sampled], scores: list[Score], sampled_at: float) -> Group:
+        rewards = shape(scores, [len(sample.token_ids) for sample in samples], self.config)
+        return Group(
+            group_id=lease.prompt.group_id,
+            prompt_ids=lease.prompt.token_ids,
+            responses=tuple(
+                Response(
+                    token_ids=sample.token_ids,
+                    logprobs=sample.logprobs,
+                    versions=sample.versions,
+                    finish_reason=sample.finish_reason,
+                    raw_reward=score.reward,
+                    reward=reward,
+                    correct=score.correct,
+                )
+                for sample, score, reward in zip(samples, scores, rewards, strict=True)
+            ),
+            generator=self.id,
+            temperature=self.config.sampling.temperature,
+            sampled_at=sampled_at,
+            released_version=lease.prompt.released_version,
+        )
+
+    async def _heartbeat(self) -> None:
+        """Tell the registry that we live, and keep our leases."""
+        while True:
+            await asyncio.to_thread(self.broker.heartbeat, self._member())
+            if self._in_flight:
+                await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
+            await asyncio.sleep(self.config.broker.heartbeat_s)
+
+    async def _watch(self, heartbeat: asyncio.Task[None]) -> None:
+        """A generator whose heartbeat failed is invisible: better to end with its error."""
+        await heartbeat
+
+    def _member(self) -> Member:
+        state = "draining" if self.draining.is_set() else self.receiver.state
+        wall = time.monotonic() - self._started
+        counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
+        return Member(
+            id=self.id,
+            role="generator",
+            state=state,
+            version=self.receiver.version,
+            epoch=self.receiver.epoch,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            counters={name: float(value) for name, value in counters.items()},
+        )
+
+    async def _give_back_unfinished(self) -> None:
+        for lease in self._in_flight.values():
+            await asyncio.to_thread(self.broker.give_back, self.id, lease.entry_id, lease.prompt)
+        if self._in_flight:
+            self.log.info("gave back %d unfinished prompts", len(self._in_flight))
+
+    async def _leave(self, heartbeat: asyncio.Task[None]) -> None:
+        heartbeat.cancel()
+        await asyncio.gather(heartbeat, return_exceptions=True)
+        with contextlib.suppress(HeadraceError):
+            await asyncio.to_thread(self.broker.leave, self.id)

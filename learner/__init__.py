@@ -1,0 +1,1 @@
+"""DeepSpeed: batches, objective, optimizer, weight publishing, checkpoints."""

@@ -1,0 +1,88 @@
+"""Checkpoints of a run: `checkpoints/step-00000020/` with three things in it.
+
+- `model/`: Hugging Face format (safetensors, config, tokenizer); `transformers` and vLLM load it unchanged;
+- `deepspeed/`: the engine's own state (optimizer, master weights) for resuming at the same number of ranks;
+- `state.json`: policy version, ids of the groups whose effect is in these weights but was not yet acknowledged to the
+  broker, and random state.
+
+A checkpoint is written beside its final place, synced, and made current by one rename; a crash leaves the previous one
+usable, and half-written folders are removed at the next save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+
+_PREFIX, _PARTIAL = "step-", "partial-"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a resumed learner must know besides tensors."""
+
+    version: int
+    ranks: int
+    groups: tuple[str, ...]
+
+
+def folder_for(root: Path, version: int) -> Path:
+    return root / f"{_PREFIX}{version:08d}"
+
+
+def partial_for(root: Path, version: int) -> Path:
+    """Where a checkpoint is written before `commit`."""
+    return root / f"{_PARTIAL}{version:08d}"
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under `root`."""
+    complete = [path for path in root.glob(f"{_PREFIX}*") if (path / "state.json").is_file()]
+    return max(complete, default=None)
+
+
+def read_state(folder: Path) -> State:
+    """Raises ConfigError where the checkpoint's state cannot be read."""
+    try:
+        data = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return State(version=int(data["version"]), ranks=int(data["ranks"]), groups=tuple(data["groups"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'state.json'}: cannot be read ({error}); resume from another checkpoint") from None
+
+
+def prepare(root: Path, version: int) -> Path:
+    """An empty folder to write the checkpoint of `version` into; what a crash left behind goes."""
+    for leftover in root.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover)
+    partial = partial_for(root, version)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(root: Path, state: State, keep: int) -> Path:
+    """Make the checkpoint written into `partial_for(root, state.version)` the current one; keep the newest `keep`."""
+    partial, final = partial_for(root, state.version), folder_for(root, state.version)
+    (partial / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+    for path in partial.rglob("*"):
+        _sync(path)
+    _sync(partial)
+    if final.exists():  # a resumed run reached the same version again
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(root)
+    for old in sorted(root.glob(f"{_PREFIX}*"))[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

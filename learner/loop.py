@@ -1,0 +1,235 @@
+"""The learner: take a batch, train on it, publish, report, now and then make it durable.
+
+Read `Learner._lead` and you have read the learner; the other ranks (`_follow`) do the same work on their share. What it
+promises:
+
+- no token older than `staleness.max_staleness` versions enters an optimizer step;
+- the policy version goes up by one per batch, and weights are on their way to the generators before anything else
+  happens after the step;
+- groups are acknowledged to the broker only when a checkpoint that contains their effect is durable, and the
+  checkpoint carries the ids of those that were not yet acknowledged when it was made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from broker import Broker, Member
+from common import wire
+from common.config import Config
+from common.errors import ConfigError
+from common.log import Logger
+from common.metrics import JsonlSink, MetricSink, TensorBoardSink
+from learner import checkpoint, ranks
+from learner.batch import Step, build_step, split_groups
+from learner.collector import Batch, Collector
+from learner.packing import Packed, plan
+from learner.publisher import WeightPublisher
+from learner.report import Reporter
+from learner.trainer import Trainer, UpdateResult, warmup_lr
+
+
+@dataclass(frozen=True)
+class Share:
+    """What rank 0 tells a rank to do: `wait`, `stop`, or `train` on its packs (a list per optimizer update)."""
+
+    action: str
+    updates: tuple[tuple[Packed, ...], ...] = ()
+    save: bool = False
+
+    def to_bytes(self) -> bytes:
+        updates = [[pack.to_bytes() for pack in packs] for packs in self.updates]
+        return wire.pack("share", {"do": self.action, "updates": updates, "save": self.save})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Share:
+        message = wire.unpack(data, "share")
+        updates = tuple(tuple(Packed.from_bytes(pack) for pack in packs) for packs in message["updates"])
+        return cls(message["do"], updates, message["save"])
+
+
+class Learner:
+    """One rank of the learner."""
+
+    def __init__(self, config: Config, log: Logger, resume: bool) -> None:
+        self.config, self.log = config, log
+        self.root = config.run.folder / "checkpoints"
+        self.stopping = threading.Event()
+        self.version = 0
+        self._start = self._resume_from() if resume else None
+
+    def _resume_from(self) -> Path | None:
+        folder = checkpoint.newest(self.root)
+        if folder is None:
+            self.log.warning("no checkpoint under %s: starting from the model", self.root)
+            return None
+        if (made := checkpoint.read_state(folder).ranks) != self.config.learner.ranks:
+            raise ConfigError(f"learner.ranks: {self.config.learner.ranks}, but {folder} was made by {made}; use {made}")
+        return folder
+
+    def run(self) -> None:
+        """Train until `max_steps`, or until SIGTERM; both end with a checkpoint."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stopping.set())
+        ranks.init("nccl" if torch.cuda.is_available() else "gloo")
+        started = time.monotonic()
+        self.trainer = Trainer(self.config)
+        groups: tuple[str, ...] = ()
+        if self._start is not None:
+            self.trainer.load(self._start)
+            state = checkpoint.read_state(self._start)
+            self.version, groups = state.version, state.groups
+        self.log.version = str(self.version)
+        self.log.info("model and optimizer ready after %.1f s, %d ranks", time.monotonic() - started, dist.get_world_size())
+        if dist.get_rank() == 0:
+            self._lead(groups)
+        else:
+            self._follow()
+        dist.destroy_process_group()
+
+    # --- every rank
+
+    def _train(self, share: Share) -> list[UpdateResult]:
+        """The optimizer updates of one batch on this rank's packs."""
+        prox = [self.trainer.score(packs) for packs in share.updates] if self.trainer.needs_proximal_pass else None
+        lr = warmup_lr(self.config.learner.optimizer, self.version + 1)
+        results = [
+            self.trainer.update(packs, prox[index] if prox else None, lr) for index, packs in enumerate(share.updates)
+        ]
+        self.version += 1
+        self.log.version = str(self.version)
+        return results
+
+    def _follow(self) -> None:
+        while True:
+            share = Share.from_bytes(ranks.scatter(None))
+            if share.action == "train":
+                self._train(share)
+                self._publish(None)
+            if share.save:
+                self.trainer.save(checkpoint.partial_for(self.root, self.version))
+            if share.action == "stop":
+                return
+
+    def _publish(self, publisher: WeightPublisher | None) -> float:
+        """Hand the weights to the publisher (rank 0); under ZeRO-3 the others take part in gathering. Seconds taken."""
+        started = time.monotonic()
+        if publisher is not None:
+            publisher.publish(self.version, self.trainer.weights(), getattr(torch, self.config.generator.dtype))
+        elif self.config.learner.zero_stage == 3:
+            for _ in self.trainer.weights():
+                pass
+        return time.monotonic() - started
+
+    # --- rank 0
+
+    def _lead(self, contained: tuple[str, ...]) -> None:
+        broker = Broker.connect(self.config)
+        epoch = broker.begin(self.version, contained)
+        self.log.info("learner epoch %d begins", epoch)
+        publisher = WeightPublisher(broker, self.config, self.log)
+        collector = Collector(broker, epoch, self.config)
+        threading.Thread(target=self._heartbeat, args=(broker, epoch), daemon=True).start()
+        folder = self.config.run.folder
+        sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
+        reporter = Reporter(self.config, broker, sinks, self.log)
+        unsettled: list[str] = []
+        try:
+            self._publish(publisher)
+            while self.version < self.config.learner.max_steps and not self.stopping.is_set():
+                batch = collector.next(self.version, ranks.IDLE_S, self.stopping)
+                if batch is None:
+                    self._tell([Share("wait")] * dist.get_world_size())
+                    continue
+                steps = self._build(batch)
+                if not steps:
+                    self.log.warning("no token of the batch may be trained: step skipped")
+                    broker.expire(epoch, batch.deliveries)
+                    continue
+                save = (self.version + 1) % self.config.learner.checkpoint_every == 0
+                if save:
+                    checkpoint.prepare(self.root, self.version + 1)
+                started = time.time()
+                results = self._train(self._tell(self._shares(steps, save)))
+                publish_s = self._publish(publisher)
+                broker.step(epoch, self.version, batch.deliveries)
+                unsettled += [delivery.group.group_id for delivery in batch.deliveries]
+                reporter.step(self.version, batch, steps, results, started, publish_s)
+                if save:
+                    self._save(broker, epoch, unsettled)
+            self._finish(broker, epoch, publisher, unsettled)
+        finally:
+            collector.close()
+            publisher.close()
+            for sink in sinks:
+                sink.close()
+
+    def _build(self, batch: Batch) -> list[Step]:
+        """The optimizer steps of a batch: mini-batches of whole groups; one without a trainable token is left out."""
+        groups = [delivery.group for delivery in batch.deliveries]
+        parts = split_groups(groups, self.config.learner.updates_per_batch)
+        steps = [build_step(part, self.config, self.version) for part in parts]
+        return [step for step in steps if step.tokens]
+
+    def _shares(self, steps: list[Step], save: bool) -> list[Share]:
+        """One share per rank: for every optimizer step its packs."""
+        world = dist.get_world_size()
+        plans = [plan(step, world, self.config.learner.micro_batch_tokens) for step in steps]
+        return [Share("train", tuple(tuple(plan_[rank]) for plan_ in plans), save) for rank in range(world)]
+
+    def _tell(self, shares: list[Share]) -> Share:
+        """Send every rank its share; rank 0's own comes back."""
+        ranks.scatter([share.to_bytes() for share in shares])
+        return shares[0]
+
+    def _save(self, broker: Broker, epoch: int, unsettled: list[str]) -> None:
+        """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
+        started = time.monotonic()
+        self.trainer.save(checkpoint.partial_for(self.root, self.version))
+        state = checkpoint.State(self.version, dist.get_world_size(), tuple(unsettled))
+        folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
+        broker.settle(epoch, unsettled)
+        unsettled.clear()
+        self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
+
+    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, unsettled: list[str]) -> None:
+        """The last checkpoint; then, if the run is complete, everybody is told."""
+        last = bool(unsettled)
+        if last:
+            checkpoint.prepare(self.root, self.version)
+        self._tell([Share("stop", save=last)] * dist.get_world_size())
+        if last:
+            self._save(broker, epoch, unsettled)
+        if self.version >= self.config.learner.max_steps:
+            publisher.wait(self.config.weights.timeout_s)
+            broker.finish()
+            broker.announce({"type": "stop"})
+            self.log.info("run complete")
+        else:
+            self.log.info("stopped by signal")
+
+    def _heartbeat(self, broker: Broker, epoch: int) -> None:
+        while not self.stopping.wait(self.config.broker.heartbeat_s):
+            broker.heartbeat(
+                Member(
+                    id="learner",
+                    role="learner",
+                    state="serving",
+                    version=self.version,
+                    epoch=epoch,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    counters={},
+                )
+            )
+
+

@@ -1,0 +1,42 @@
+"""What the data-parallel ranks say to each other: rank 0 hands every rank its share of a step as bytes.
+
+Bytes are msgpack (see `common.wire`), not pickled objects; a rank receives its own share only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Rank 0 sends at least a "wait" message this often, so that a dead rank 0 is noticed in time and a slow stream is not
+# mistaken for one.
+IDLE_S = 20.0
+_TIMEOUT = timedelta(seconds=300)
+
+
+def init(backend: str) -> None:
+    """Join torchrun's group. Done before DeepSpeed and without `device_id`, or weight sync can hang."""
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+
+
+def scatter(shares: Sequence[bytes] | None) -> bytes:
+    """Rank 0 gives one byte string per rank; every rank gets its own."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = torch.zeros(world, dtype=torch.int64)
+    if shares is not None:
+        sizes = torch.tensor([len(share) for share in shares], dtype=torch.int64)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    sizes = sizes.to(device)
+    dist.broadcast(sizes, src=0)
+    own = torch.empty(int(sizes.max()), dtype=torch.uint8, device=device)
+    rows = None
+    if shares is not None:
+        rows = [torch.zeros_like(own) for _ in range(world)]
+        for row, share in zip(rows, shares, strict=True):
+            if share:
+                row[: len(share)] = torch.frombuffer(bytearray(share), dtype=torch.uint8).to(device)
+    dist.scatter(own, rows, src=0)
+    return own[: int(sizes[rank])].cpu().numpy().tobytes()

@@ -1,0 +1,170 @@
+"""The learner's metrics: one flat record a step, to the sinks and as one console line. Keys are explained in
+`docs/metrics.md`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from broker import Broker, Member
+from common.config import Config
+from common.log import Logger
+from common.metrics import MetricSink
+from learner.batch import Counts, Step
+from learner.collector import Batch
+from learner.trainer import UpdateResult
+
+_LINE = (
+    "step %d: reward %.3f accuracy %.3f sampled %.3f | %d tokens, staleness %.2f (max %d), entropy %.3f, weight %.3f, "
+    "clipped %.3f, grad %.3f | wait %.1f s, train %.1f s, generators busy %.0f %%"
+)
+# Averaged over the updates of a batch; the rest of `Metrics` is either a count or a maximum.
+_PEAKS = {"weight_max", "importance_max"}
+
+
+class Reporter:
+    """Turns what rank 0 knows about a step into a record."""
+
+    def __init__(self, config: Config, broker: Broker, sinks: Sequence[MetricSink], log: Logger) -> None:
+        self._config, self._broker, self._sinks, self._log = config, broker, sinks, log
+        self._started = self._last = time.time()
+        self._ledger = broker.ledger()
+        self._members: dict[str, Member] = {}
+        self._train_windows: deque[tuple[float, float]] = deque(maxlen=64)
+
+    def step(
+        self,
+        version: int,
+        batch: Batch,
+        steps: Sequence[Step],
+        results: Sequence[UpdateResult],
+        train_started: float,
+        publish_s: float,
+    ) -> None:
+        """Record the step that made `version`."""
+        now = time.time()
+        record = {
+            "version": float(version),
+            "time_s": now - self._started,
+            **self._times(batch, results, now, publish_s),
+            **_counts(sum((step.counts for step in steps), Counts())),
+            **_objective(results),
+            **self._flow(),
+            **self._generators(),
+            "overlapped_groups": float(self._overlapped(batch)),
+        }
+        record["sampled_accuracy"] = _sampled_accuracy(record)
+        self._train_windows.append((train_started, train_started + record["train_s"]))
+        self._last = now
+        for sink in self._sinks:
+            sink.write(version, record)
+        self._log.info(
+            _LINE, version, record["reward"], record["accuracy"], record["sampled_accuracy"], record["tokens"],
+            record["staleness_mean"], record["staleness_max"], record["entropy"], record["weight_mean"],
+            record["clip_above"] + record["clip_below"] + record["clip_dual"], record["grad_norm"], record["wait_s"],
+            record["train_s"], 100 * record["generator_busy_share"],
+        )  # fmt: skip
+
+    def _times(
+        self, batch: Batch, results: Sequence[UpdateResult], now: float, publish_s: float
+    ) -> dict[str, float]:
+        step_s = max(now - self._last, 1e-9)
+        return {
+            "step_s": step_s,
+            "wait_s": batch.wait_s,
+            "train_s": sum(result.seconds for result in results),
+            "publish_s": publish_s,
+            "learner_wait_share": min(batch.wait_s / step_s, 1.0),
+            "tokens_per_s": sum(delivery.group.response_tokens for delivery in batch.deliveries) / step_s,
+        }
+
+    def _overlapped(self, batch: Batch) -> int:
+        """Groups of the batch whose sampling ended while an optimizer step ran: proof that generation goes on."""
+        return sum(
+            any(begin <= delivery.group.sampled_at <= end for begin, end in self._train_windows)
+            for delivery in batch.deliveries
+        )
+
+    def _flow(self) -> dict[str, float]:
+        """What the ledger counted since the last step."""
+        ledger, before = self._broker.ledger(), self._ledger
+        self._ledger = ledger
+        return {
+            "filtered_correct": float(ledger.filtered_correct - before.filtered_correct),
+            "filtered_wrong": float(ledger.filtered_wrong - before.filtered_wrong),
+            "filtered_equal": float(ledger.filtered_equal - before.filtered_equal),
+            "expired_groups": float(ledger.expired - before.expired),
+            "dead_groups": float(ledger.dead - before.dead),
+            "outstanding": float(ledger.outstanding),
+        }
+
+    def _generators(self) -> dict[str, float]:
+        """Shares of the time since the last step, averaged over living generators."""
+        members = {member.id: member for member in self._broker.members("generator")}
+        busy, blocked, tokens, wall = 0.0, 0.0, 0.0, 0.0
+        for member in members.values():
+            before = self._members.get(member.id)
+            delta = {
+                name: value - (before.counters.get(name, 0.0) if before else 0.0)
+                for name, value in member.counters.items()
+            }
+            busy += delta.get("busy_s", 0.0)
+            blocked += delta.get("blocked_s", 0.0)
+            tokens += delta.get("tokens", 0.0)
+            wall += delta.get("wall_s", 0.0)
+        self._members = members
+        return {
+            "generators": float(len(members)),
+            "generator_busy_share": busy / wall if wall else 0.0,
+            "generator_blocked_share": blocked / wall if wall else 0.0,
+            "sampled_tokens_per_s": tokens / wall * len(members) if wall else 0.0,
+        }
+
+
+def _counts(counts: Counts) -> dict[str, float]:
+    responses = max(counts.responses, 1)
+    return {
+        "groups": float(counts.groups),
+        "responses": float(counts.responses),
+        "tokens": float(counts.tokens),
+        "reward": counts.reward / responses,
+        "raw_reward": counts.raw_reward / responses,
+        "accuracy": counts.correct / max(counts.judged, 1),
+        "response_length_mean": counts.tokens / responses,
+        "response_length_max": float(counts.longest),
+        "truncated_share": counts.truncated / responses,
+        "expired_tokens": float(counts.expired_tokens),
+        "overlong_filtered_tokens": float(counts.filtered_tokens),
+        "staleness_mean": counts.staleness_mean,
+        "staleness_max": float(counts.staleness_max),
+        **{f"staleness_{age}": float(tokens) for age, tokens in counts.staleness},
+    }
+
+
+def _sampled_accuracy(record: Mapping[str, float]) -> float:
+    """Accuracy over all groups that were sampled since the last step: the batch's mixed ones at what they scored, those
+    that dynamic sampling filtered at 1 or 0. Without it the accuracy of trained groups would hide the learning."""
+    correct = record["filtered_correct"] + record["accuracy"] * record["groups"]
+    return correct / max(record["filtered_correct"] + record["filtered_wrong"] + record["groups"], 1.0)
+
+
+def _objective(results: Sequence[UpdateResult]) -> dict[str, float]:
+    records = [asdict(result.metrics) for result in results]
+    merged = {
+        name: max(record[name] for record in records)
+        if name in _PEAKS
+        else sum(record[name] for record in records) / len(records)
+        for name in records[0]
+        if name != "tokens"
+    }
+    return {
+        **{name: float(value) for name, value in merged.items()},
+        "trained_tokens": float(sum(record["tokens"] for record in records)),
+        "grad_norm": sum(result.grad_norm for result in results) / len(results),
+        "lr": results[-1].lr,
+        "updates": float(len(results)),
+    }
+
+

@@ -1,0 +1,172 @@
+"""Published weights really land in vLLM: what it says about its tokens agrees with a plain forward of those weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from weight_helpers import PlainGenerator
+
+from broker import Broker, Member
+from common.config import Config
+from common.errors import HeadraceError
+from common.log import Logger
+from common.trajectory import VersionRun
+from common.weightcontrol import STOP
+from generator.engine import Engine, Sampled
+from generator.updates import WeightReceiver
+from learner.publisher import WeightPublisher
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([5, 9, 13], list(range(20, 60)), [200] * 17)]
+
+
+@dataclass
+class Fleet:
+    """A learner's publisher and the engine's receiver, and the weights of every version published so far."""
+
+    engine: Engine
+    receiver: WeightReceiver
+    publisher: WeightPublisher
+    broker: Broker
+    model: PreTrainedModel
+    versions: dict[int, dict[str, torch.Tensor]]
+
+    async def publish(self, version: int, scale: float = 0.02) -> None:
+        """Perturb the weights at random and have them delivered."""
+        rng = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=rng))
+        self.versions[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.publisher.publish(version, self.model.state_dict().items(), torch.float32)
+        await asyncio.to_thread(self.publisher.wait, 30)
+
+    def logprobs(self, version: int, prompt: np.ndarray, sample: Sampled) -> np.ndarray:
+        """Log-probability of each response token under the weights of `version`, shape (tokens,)."""
+        ids = torch.tensor(np.concatenate([prompt, sample.token_ids]), dtype=torch.long)
+        with torch.no_grad():
+            out = torch.func.functional_call(self.model, self.versions[version], (ids[None, :-1],), tie_weights=True)
+            scores = out.logits[0].float().log_softmax(-1)
+        return scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0].numpy()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fleet(engine: Engine, make_config: Callable[..., Config], tiny_model: Path) -> AsyncIterator[Fleet]:
+    config = make_config(
+        weights={"backend": "gloo", "timeout_s": 10, "bucket_mb": 1}, broker={"heartbeat_s": 0.2, "member_ttl_s": 2}
+    )
+    broker = Broker.connect(config)
+    receiver = WeightReceiver(engine, broker, "g1", Logger("test", "g1"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    publisher = WeightPublisher(broker, config, Logger("test", "learner"))
+
+    async def heartbeat() -> None:
+        while not receiver.stopped.is_set():  # noqa: ASYNC110
+            host, pid = socket.gethostname(), os.getpid()
+            member = Member("g1", "generator", receiver.state, receiver.version, receiver.epoch, host, pid, {})
+            await asyncio.to_thread(broker.heartbeat, member)
+            await asyncio.sleep(0.2)
+
+    tasks = [asyncio.create_task(receiver.run()), asyncio.create_task(heartbeat())]
+    fleet = Fleet(engine, receiver, publisher, broker, model, {})
+    yield fleet
+    await asyncio.to_thread(publisher.close)
+    broker.announce(STOP)
+    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    broker.close()
+
+
+async def first_version(fleet: Fleet, version: int) -> None:
+    """Publish until the receiver, whose heartbeat may come a moment later, holds `version`."""
+    await fleet.publish(version)
+    await asyncio.wait_for(fleet.receiver.wait_for_version(version), 20)
+
+
+async def test_sample_before_first_version_refused(engine: Engine) -> None:
+    if engine.version is not None:
+        pytest.skip("another test has brought weights already")
+    with pytest.raises(HeadraceError, match="first weights"):
+        await engine.sample("early", PROMPTS[0], 1)
+
+
+async def test_five_updates_sampled_logprobs_equal_a_forward_of_those_weights(fleet: Fleet) -> None:
+    await first_version(fleet, 0)
+    worst = 0.0
+    for version in range(6):
+        if version:
+            await fleet.publish(version)
+        groups = await asyncio.gather(
+            *(fleet.engine.sample(f"v{version}-{i}", ids, 4) for i, ids in enumerate(PROMPTS))
+        )
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            assert len(group) == 4
+            for sample in group:
+                assert sample.versions == (VersionRun(version, 0),)
+                error = np.abs(sample.logprobs - fleet.logprobs(version, prompt, sample)).max()
+                worst = max(worst, float(error))
+    assert worst < 1e-3, worst
+    timings = fleet.publisher.timings
+    assert timings is not None and timings.version == 5 and timings.members == 1
+    print(f"worst difference {worst:.2e} nats; {timings}; {fleet.receiver.seconds}")
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_update_request_in_flight_goes_on_and_the_runs_start_at_the_right_token(
+    fleet: Fleet, on_update: str
+) -> None:
+    await first_version(fleet, 10)
+    weights = fleet.engine.config.weights.model_copy(update={"on_update": on_update})
+    fleet.engine.config = fleet.engine.config.model_copy(update={"weights": weights})
+    prompt = PROMPTS[1]
+    request = asyncio.create_task(fleet.engine.sample(f"long-{on_update}", prompt, 4))
+    for version in (11, 12):
+        await fleet.publish(version, scale=0.05)
+    samples = await request
+    switched = [sample for sample in samples if len(sample.versions) > 1]
+    assert switched, [sample.versions for sample in samples]
+    for sample in switched:
+        first, second = sample.versions[:2]
+        before, after = (fleet.logprobs(run.version, prompt, sample) for run in (first, second))
+        cut, end = second.start, sample.versions[2].start if len(sample.versions) > 2 else len(sample.token_ids)
+        assert np.abs(sample.logprobs[:cut] - before[:cut]).max() < 1e-3
+        assert np.abs(sample.logprobs[cut:end] - before[cut:end]).max() > 1e-2, "the weights differ enough to tell"
+        if on_update == "recompute":
+            assert np.abs(sample.logprobs[cut:end] - after[cut:end]).max() < 1e-3
+    fresh = await fleet.engine.sample(f"again-{on_update}", prompt, 2)
+    for sample in fresh:  # the same prompt: a cached prefix of older weights would show
+        assert np.abs(sample.logprobs - fleet.logprobs(12, prompt, sample)).max() < 1e-3
+
+
+async def test_update_other_member_dies_engine_goes_on_and_gets_it_in_the_next_group(fleet: Fleet) -> None:
+    await first_version(fleet, 20)
+    dying = await asyncio.to_thread(PlainGenerator, fleet.broker, "g2", "dies")
+    request = asyncio.create_task(fleet.engine.sample("bystander", PROMPTS[0], 4))
+    await fleet.publish(21)
+    await asyncio.wait_for(fleet.receiver.wait_for_version(21), 20)
+    assert len(await request) == 4
+    for sample in await fleet.engine.sample("after", PROMPTS[2], 2):
+        assert sample.versions == (VersionRun(21, 0),)
+        assert np.abs(sample.logprobs - fleet.logprobs(21, PROMPTS[2], sample)).max() < 1e-3
+    timings = fleet.publisher.timings
+    assert timings is not None and (timings.members, timings.dropped) == (1, 1)
+    dying.close()
+
+
+async def test_prompt_too_long_is_a_data_failure_and_the_engine_goes_on(fleet: Fleet) -> None:
+    from generator.rewards import DataFailure
+
+    await first_version(fleet, 30)
+    with pytest.raises(DataFailure, match="max_prompt_tokens"):
+        await fleet.engine.sample("long", np.zeros(65, dtype=np.int32), 1)
+    assert len(await fleet.engine.sample("fine", PROMPTS[0], 3)) == 3

@@ -1,0 +1,131 @@
+"""What the configuration refuses, and what the derived numbers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from common.config import Config
+
+
+def tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "run": {"name": "unit"},
+        "model": {"path": "models/tiny"},
+        "prompts": {"type": "dataset", "path": "train.jsonl"},
+        "reward": {"type": "math_verify"},
+    }
+    return {**base, **sections}
+
+
+def refuse(**sections: dict[str, Any]) -> str:
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(tree(**sections))
+    return str(caught.value)
+
+
+def test_config_minimal_has_working_defaults() -> None:
+    config = Config.model_validate(tree())
+    assert config.sampling.dynamic_sampling
+    assert config.objective.correction.mode == "decoupled"
+    assert config.eval is None
+
+
+SECTIONS = ["run", "model", "sampling", "generator", "broker", "staleness", "objective", "learner", "weights"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_config_unknown_key_in_any_section_refused(section: str) -> None:
+    assert f"{section}.no_such_key" in refuse(**{section: {**tree().get(section, {}), "no_such_key": 1}})
+
+
+@pytest.mark.parametrize("staleness, groups, expected", [(0, 8, 8), (2, 8, 24), (4, 3, 15)])
+def test_max_outstanding_is_staleness_plus_one_times_groups(staleness: int, groups: int, expected: int) -> None:
+    config = Config.model_validate(tree(staleness={"max_staleness": staleness}, learner={"groups_per_step": groups}))
+    assert config.max_outstanding == expected
+
+
+def test_token_budget_one_below_longest_sequence_refused_with_needed_value() -> None:
+    sampling = {"max_prompt_tokens": 300, "max_response_tokens": 200}
+    assert "at least 500" in refuse(sampling=sampling, learner={"micro_batch_tokens": 499}).replace("\n", " ")
+    Config.model_validate(tree(sampling=sampling, learner={"micro_batch_tokens": 500}))
+
+
+def test_overlong_cache_longer_than_response_refused() -> None:
+    sampling, learner = {"max_response_tokens": 100}, {"micro_batch_tokens": 8192}
+    message = refuse(sampling=sampling, learner=learner, objective={"overlong_cache_tokens": 101})
+    assert "objective.overlong_cache_tokens is 101" in message
+    Config.model_validate(tree(sampling=sampling, learner=learner, objective={"overlong_cache_tokens": 100}))
+
+
+def test_updates_per_batch_not_dividing_groups_refused() -> None:
+    message = refuse(learner={"groups_per_step": 8, "updates_per_batch": 3})
+    assert "learner.updates_per_batch" in message
+    Config.model_validate(tree(learner={"groups_per_step": 9, "updates_per_batch": 3}))
+
+
+def test_group_of_one_refused_only_with_dynamic_sampling() -> None:
+    assert "sampling.group_size is 1" in refuse(sampling={"group_size": 1})
+    Config.model_validate(tree(sampling={"group_size": 1, "dynamic_sampling": False}))
+
+
+def test_reasoning_gym_reward_on_dataset_prompts_refused() -> None:
+    assert "reasoning_gym" in refuse(reward={"type": "reasoning_gym"})
+    prompts = {"type": "reasoning_gym", "task": "chain_sum"}
+    Config.model_validate(tree(prompts=prompts, reward={"type": "reasoning_gym"}))
+
+
+@pytest.mark.parametrize("url", ["redis://h:6379/0", "rediss://user@h/0", "unix:///run/valkey.sock"])
+def test_broker_url_without_password_accepted(url: str) -> None:
+    assert Config.model_validate(tree(broker={"url": url})).broker.url == url
+
+
+@pytest.mark.parametrize("url", ["redis://user:s3cret@h/0", "redis://:s3cret@h/0", "http://h", "h:6379"])
+def test_broker_url_with_password_or_wrong_scheme_refused(url: str) -> None:
+    assert "broker.url" in refuse(broker={"url": url})
+
+
+@pytest.mark.parametrize(
+    "section, value",
+    [
+        ("run", {"name": "Has Spaces"}),
+        ("run", {"name": "ok", "id": "../escape"}),
+        ("sampling", {"temperature": 0}),
+        ("generator", {"gpu_memory_utilization": 1.5}),
+        ("broker", {"port": 70000}),
+        ("staleness", {"max_staleness": -1}),
+        ("objective", {"dual_clip": 1.0}),
+        ("objective", {"clip_low": float("nan")}),
+        ("learner", {"zero_stage": 4}),
+        ("reward", {"type": "function", "function": "no_colon"}),
+        ("reward", {"type": "function", "function": "os.system('x'):f"}),
+        ("prompts", {"type": "reasoning_gym", "path": "x"}),
+    ],
+)
+def test_config_impossible_value_refused(section: str, value: dict[str, Any]) -> None:
+    assert section in refuse(**{section: value})
+
+
+def test_config_is_frozen() -> None:
+    config = Config.model_validate(tree())
+    with pytest.raises(ValidationError):
+        config.learner.max_steps = 3  # type: ignore[misc]
+
+
+def test_run_id_falls_back_to_name() -> None:
+    assert Config.model_validate(tree()).run.run_id == "unit"
+    config = Config.model_validate(tree(run={"name": "unit", "id": "unit-7", "dir": "out"}))
+    assert (config.run.run_id, config.run.folder.as_posix()) == ("unit-7", "out/unit-7")
+
+
+def test_config_json_dump_loads_to_an_equal_config() -> None:
+    config = Config.model_validate(
+        tree(
+            objective={"correction": {"token_mask": [0.5, 2.0]}},
+            eval={"prompts": {"type": "reasoning_gym", "task": "gcd"}},
+            reward={"type": "function", "function": "examples.reward:score", "correct_at": 1.0},
+        )
+    )
+    assert Config.model_validate_json(config.model_dump_json()) == config

@@ -1,0 +1,342 @@
+"""Messages survive the wire bit for bit; bytes that are no message are refused with a WireError, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import WireError
+from common.trajectory import Group, Prompt, Response, VersionRun
+from common.wire import (
+    SCHEMA_VERSION,
+    decode_group,
+    decode_prompt,
+    encode_group,
+    encode_prompt,
+    pack,
+    pack_array,
+    unpack,
+    unpack_array,
+)
+
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+finite32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
+counts = st.integers(0, INT64_MAX)
+integers = st.integers(-(2**63), 2**64 - 1)
+columns = st.dictionaries(
+    st.text(max_size=8),
+    st.recursive(
+        st.none() | st.booleans() | integers | finite | st.text(max_size=8) | st.binary(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+def tokens(length: int | None = None) -> st.SearchStrategy[Any]:
+    low, high = (1, 30) if length is None else (length, length)
+    return st.lists(st.integers(0, INT32_MAX), min_size=low, max_size=high).map(lambda x: np.array(x, dtype=np.int32))
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> Response:
+    length = draw(st.integers(1, 30))
+    starts = sorted({0, *draw(st.lists(st.integers(0, length - 1), max_size=4))})
+    versions = sorted(draw(st.sets(counts, min_size=len(starts), max_size=len(starts))))
+    return Response(
+        token_ids=draw(tokens(length)),
+        logprobs=np.array(draw(st.lists(finite32, min_size=length, max_size=length)), dtype=np.float32),
+        versions=tuple(VersionRun(version, start) for version, start in zip(versions, starts, strict=True)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        raw_reward=draw(finite),
+        reward=draw(finite),
+        correct=draw(st.none() | st.booleans()),
+    )
+
+
+prompts = st.builds(
+    Prompt,
+    group_id=ids,
+    token_ids=tokens(),
+    text=st.text(max_size=20),
+    columns=columns,
+    attempt=counts,
+    released_version=counts,
+)
+groups = st.builds(
+    Group,
+    group_id=ids,
+    prompt_ids=tokens(),
+    responses=st.lists(responses(), min_size=1, max_size=4).map(tuple),
+    generator=st.text(max_size=10),
+    temperature=finite,
+    sampled_at=finite,
+    released_version=counts,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality that looks into dataclasses and compares arrays by dtype and bits."""
+    if is_dataclass(a):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@given(prompts)
+def test_prompt_round_trip_is_exact(prompt: Prompt) -> None:
+    assert same(decode_prompt(encode_prompt(prompt)), prompt)
+
+
+@given(groups)
+def test_group_round_trip_is_exact(group: Group) -> None:
+    data = encode_group(group)
+    assert same(decode_group(data), group)
+    assert same(decode_group(data, len(group.responses)), group)
+
+
+@given(groups)
+def test_decoded_group_has_a_version_for_every_token(group: Group) -> None:
+    for response in decode_group(encode_group(group)).responses:
+        versions = response.token_versions()
+        assert len(versions) == len(response.token_ids)
+        assert versions.min() >= group.oldest_version
+        assert (np.diff(versions) >= 0).all()
+
+
+def a_response(**changes: Any) -> dict[str, Any]:
+    good = {
+        "ids": pack_array(np.array([5, 6, 7], dtype=np.int32)),
+        "logprobs": pack_array(np.array([-0.1, -0.2, -0.3], dtype=np.float32)),
+        "versions": [[3, 0], [4, 2]],
+        "finish": "stop",
+        "raw_reward": 1.0,
+        "reward": 0.5,
+        "correct": True,
+    }
+    return {**good, **changes}
+
+
+def a_group(**changes: Any) -> bytes:
+    good = {
+        "id": "000000007",
+        "prompt": pack_array(np.array([1, 2], dtype=np.int32)),
+        "size": 2,
+        "responses": [a_response(), a_response()],
+        "generator": "g0",
+        "temperature": 1.0,
+        "sampled_at": 1.5,
+        "version": 3,
+    }
+    return pack("group", {**good, **changes})
+
+
+def a_prompt(**changes: Any) -> bytes:
+    good = {
+        "id": "000000007",
+        "ids": pack_array(np.array([1, 2], dtype=np.int32)),
+        "text": "1 + 1 =",
+        "columns": {},
+        "attempt": 0,
+        "version": 0,
+    }
+    return pack("prompt", {**good, **changes})
+
+
+DECODERS: list[Callable[[bytes], Any]] = [decode_prompt, decode_group]
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@given(data=st.binary(max_size=200))
+def test_decode_random_bytes_refused(decode: Callable[[bytes], Any], data: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(data)
+
+
+@given(tree=st.dictionaries(st.sampled_from(["id", "ids", "prompt", "size", "responses", "text", "columns"]), columns))
+def test_decode_map_of_wrong_kinds_refused(tree: dict[str, Any]) -> None:
+    for kind, decode in (("prompt", decode_prompt), ("group", decode_group)):
+        with pytest.raises(WireError):
+            decode(pack(kind, tree))
+
+
+@given(data=st.data())
+def test_decode_group_with_damaged_bytes_refused_or_still_sound(data: st.DataObject) -> None:
+    raw = bytearray(a_group())
+    for position in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        raw[position] = data.draw(st.integers(0, 255))
+    try:
+        group = decode_group(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+    except WireError:
+        return
+    for response in group.responses:
+        assert len(response.token_versions()) == len(response.logprobs) == len(response.token_ids) >= 1
+        assert response.token_ids.min() >= 0 and np.isfinite(response.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\x7f\xff\xff\xff",  # an array said to hold 2**31 - 1 values
+        b"\xdf\x7f\xff\xff\xff",  # a map of as many
+        b"\xc6\x7f\xff\xff\xff",  # as many bytes
+        b"\x91" * 100_000,  # nested deeper than any stack
+        b"\x81\x01\x02",  # a key that is not a string
+        b"\xd6\xff\x00\x00\x00\x00",  # a time stamp
+        b"\x80\x80",  # two messages
+        b"\x81\xa1v\xa2\xff\xfe",  # not UTF-8
+        b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00K\x01.",  # a pickle
+    ],
+)
+@pytest.mark.parametrize("decode", DECODERS)
+def test_decode_hostile_header_refused_at_once(decode: Callable[[bytes], Any], data: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(data)
+
+
+@pytest.mark.parametrize("version", [None, 0, SCHEMA_VERSION + 1, "1"])
+def test_unpack_other_schema_version_refused_with_both(version: Any) -> None:
+    with pytest.raises(WireError, match=f"reads {SCHEMA_VERSION}"):
+        unpack(msgpack.packb({"v": version, "t": "prompt"}), "prompt")
+
+
+def test_unpack_other_kind_refused() -> None:
+    with pytest.raises(WireError, match="kind 'prompt'"):
+        decode_group(a_prompt())
+
+
+INTS = np.array([1, 2, 3], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1, 2, 3],
+        {"d": "i4", "s": 3},
+        {**pack_array(INTS), "extra": 1},
+        {**pack_array(INTS), "d": "f4"},
+        {**pack_array(INTS), "d": "O"},
+        {**pack_array(INTS), "s": 4},
+        {**pack_array(INTS), "s": 2**62},
+        {**pack_array(INTS), "s": -1},
+        {**pack_array(INTS), "s": True},
+        {**pack_array(INTS), "b": "text"},
+        {**pack_array(INTS), "b": b"\x00" * 11},
+    ],
+)
+def test_unpack_array_with_wrong_header_refused(value: Any) -> None:
+    with pytest.raises(WireError, match="here"):
+        unpack_array(value, "i4", "here")
+
+
+def test_pack_array_is_little_endian_whatever_the_input() -> None:
+    big = np.array([1, 258], dtype=">i4")
+    assert pack_array(big)["b"] == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+    assert np.array_equal(unpack_array(pack_array(big[::-1]), "i4", "here"), [258, 1])
+
+
+def test_unpack_array_result_is_read_only() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        unpack_array(pack_array(INTS), "i4", "here")[0] = 9
+
+
+NO_INTS = pack_array(np.array([], dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": ""},
+        {"id": 7},
+        {"ids": NO_INTS},
+        {"ids": pack_array(np.array([-1], dtype=np.int32))},
+        {"ids": pack_array(np.array([1.0], dtype=np.float32))},
+        {"text": b"bytes"},
+        {"columns": []},
+        {"attempt": -1},
+        {"attempt": True},
+        {"version": None},
+    ],
+)
+def test_decode_prompt_with_one_bad_field_refused(changes: dict[str, Any]) -> None:
+    decode_prompt(a_prompt())
+    with pytest.raises(WireError):
+        decode_prompt(a_prompt(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": NO_INTS},
+        {"prompt": pack_array(np.array([-1], dtype=np.int32))},
+        {"size": 3},
+        {"size": 0, "responses": []},
+        {"responses": "text"},
+        {"responses": [1, 2]},
+        {"generator": None},
+        {"temperature": float("nan")},
+        {"temperature": "1"},
+        {"sampled_at": float("inf")},
+        {"version": -1},
+        {"version": 1.5},
+    ],
+)
+def test_decode_group_with_one_bad_field_refused_with_its_id(changes: dict[str, Any]) -> None:
+    decode_group(a_group())
+    with pytest.raises(WireError, match=r"^group 000000007"):
+        decode_group(a_group(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ids": NO_INTS, "logprobs": pack_array(np.array([], dtype=np.float32))},
+        {"ids": pack_array(np.array([5, -6, 7], dtype=np.int32))},
+        {"logprobs": pack_array(np.array([-0.1, -0.2], dtype=np.float32))},
+        {"logprobs": pack_array(np.array([-0.1, np.nan, -0.3], dtype=np.float32))},
+        {"logprobs": pack_array(np.array([-0.1, -np.inf, -0.3], dtype=np.float32))},
+        {"versions": []},
+        {"versions": None},
+        {"versions": [[3, 1]]},
+        {"versions": [[3, 0], [4, 3]]},
+        {"versions": [[3, 0], [4, 0]]},
+        {"versions": [[4, 0], [3, 2]]},
+        {"versions": [[3, 0], [3, 2]]},
+        {"versions": [[-1, 0]]},
+        {"versions": [[2**63, 0]]},
+        {"versions": [[True, 0]]},
+        {"versions": [[3, 0, 1]]},
+        {"finish": "abort"},
+        {"finish": None},
+        {"raw_reward": float("nan")},
+        {"reward": None},
+        {"reward": True},
+        {"correct": 1},
+    ],
+)
+def test_decode_group_with_one_bad_response_refused_naming_it(changes: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match=r"^group 000000007: response 1"):
+        decode_group(a_group(responses=[a_response(), a_response(**changes)]))
+
+
+def test_decode_group_of_another_size_than_configured_refused() -> None:
+    assert len(decode_group(a_group(), 2).responses) == 2
+    with pytest.raises(WireError, match="expected 8"):
+        decode_group(a_group(), 8)
