@@ -29,13 +29,15 @@ $(error $(VENV) was made from $(MADE_FROM), not $(REQUIREMENTS): remove it, or p
 endif
 endif
 
-# requirements/cpu.txt says why nothing resolves dependencies here. --no-compile: compiling all 26,000 modules takes a
-# third of the installation; Python compiles those that are used, at their first import.
+# requirements/cpu.txt says why nothing resolves dependencies here. Modules are compiled afterwards, on all cores: pip would
+# take a third of the installation for it, and uncompiled ones cost every process half a minute where Python may not
+# write them (PYTHONDONTWRITEBYTECODE). Some packages ship files that are no Python 3; compileall's complaint is no error.
 $(STAMP): $(REQUIREMENTS) requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headrace needs Python 3.11 or newer (PYTHON=python3.11)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-compile -r $(REQUIREMENTS) -r requirements/dev.txt
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@[ '$(REQUIREMENTS)' != requirements/cpu.txt ] || $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || { \
 	  echo "error: pip chose the CUDA build of torch. Remove $(VENV) and run: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv" >&2; exit 1; }

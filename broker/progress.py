@@ -116,7 +116,7 @@ class Progress:
         cells = [
             ("step", f"{_number(record, 'step', '.0f')}/{self._max_steps}"),
             ("version", _number(record, "version", ".0f")),
-            ("reward", _number(record, "reward", ".3f")),
+            ("reward", _number(record, "reward_mean", ".3f")),
             ("accuracy", _number(record, "sampled_accuracy", ".3f")),
             ("tokens/s", _number(record, "tokens_per_s", ".0f")),
             ("staleness", _number(record, "staleness_max", ".0f")),

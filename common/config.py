@@ -25,7 +25,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Name, place and seed of a run."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Prefix of the run id; lower case, digits, '-'.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Prefix of the run id: a-z, 0-9 and '-'.")
     id: str | None = Field(
         None,
         pattern=r"^[a-z0-9][a-z0-9-]{0,95}$",
@@ -155,7 +155,7 @@ class BrokerConfig(Section):
         None, description="redis://, rediss:// or unix:// URL. Null: `headrace up` starts a Valkey server of its own."
     )
     password_file: Path | None = Field(None, description="File that holds the password; never put it in the URL.")
-    port: int | None = Field(None, ge=1, le=65535, description="Port of the server `up` starts; null: unix socket only.")
+    port: int | None = Field(None, ge=1, le=65535, description="Port of `up`'s server; null: unix socket only.")
     maxmemory_mb: PositiveInt = Field(1024, description="Memory limit of the server `up` starts.")
     heartbeat_s: PositiveFloat = 1.0
     member_ttl_s: PositiveFloat = Field(10.0, description="A member silent for this long is gone.")
@@ -305,6 +305,12 @@ class Config(Section):
             raise ValueError(
                 f"learner.groups_per_step is {learner.groups_per_step}, which learner.updates_per_batch "
                 f"({learner.updates_per_batch}) does not divide; use a multiple of it"
+            )
+        correction = objective.correction
+        if correction.mode == "bypass" and (correction.token_mask or correction.sequence_mask):
+            raise ValueError(
+                "objective.correction: token_mask and sequence_mask judge prox/mu, and with mode 'bypass' prox is mu; "
+                "use mode 'decoupled' or 'none', or set both masks to null"
             )
         if sampling.dynamic_sampling and sampling.group_size < 2:
             raise ValueError(

@@ -42,12 +42,13 @@ def unpack(data: bytes, kind: str) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:  # msgpack's other errors are ValueErrors
-        raise WireError(f"{kind} message of {len(data)} bytes is not msgpack: {error or type(error).__name__}") from error
+        reason = error or type(error).__name__
+        raise WireError(f"{kind} message of {len(data)} bytes is not msgpack: {reason}") from error
     if not isinstance(message, dict):
         raise WireError(f"{kind} message is a {type(message).__name__}; expected a map")
     version = message.get("v")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise WireError(f"{kind} message has schema version {version!r}; this version of headrace reads {SCHEMA_VERSION}")
+        raise WireError(f"{kind} message has schema version {version!r}; this headrace reads {SCHEMA_VERSION}")
     if message.get("t") != kind:
         raise WireError(f"message is of kind {message.get('t')!r}; expected {kind!r}")
     return message
@@ -61,19 +62,19 @@ def pack_array(array: NDArray[Any]) -> dict[str, Any]:
     """
     code = _CODES.get(array.dtype)
     if code is None or array.ndim != 1:
-        raise WireError(f"array of dtype {array.dtype} and shape {array.shape}; expected int32 or float32, one dimension")
+        raise WireError(f"array of dtype {array.dtype}, shape {array.shape}; expected int32 or float32, one dimension")
     return {"d": code, "s": len(array), "b": array.astype(_DTYPES[code], copy=False).tobytes()}
 
 
 def unpack_array(value: Any, code: str, where: str) -> NDArray[Any]:
-    """The array in a wire map, of dtype `code` ("i4" or "f4"). The result is read-only: it shares the message's bytes."""
+    """The array in a wire map, of dtype `code` ("i4" or "f4"); read-only, since it shares the message's bytes."""
     if not isinstance(value, dict) or value.keys() != {"d", "s", "b"}:
         raise WireError(f"{where}: expected an array map with d, s and b")
     if value["d"] != code:
         raise WireError(f"{where}: dtype is {value['d']!r}; expected {code!r}")
     length, raw = value["s"], value["b"]
     if type(length) is not int or length < 0 or not isinstance(raw, bytes):
-        raise WireError(f"{where}: length is {length!r} with {type(raw).__name__} data; expected bytes and a length >= 0")
+        raise WireError(f"{where}: length {length!r} with {type(raw).__name__} data; expected bytes and a length >= 0")
     if len(raw) != length * _DTYPES[code].itemsize:
         raise WireError(f"{where}: {len(raw)} bytes for {length} values of {_DTYPES[code].itemsize} bytes each")
     return np.frombuffer(raw, dtype=_DTYPES[code])
@@ -227,13 +228,14 @@ def _unpack_response(value: Any, where: str) -> Response:
 
 
 def _unpack_versions(value: Any, tokens: int, where: str) -> tuple[VersionRun, ...]:
-    """Runs start at token 0, strictly increase in both version and start, and end within the response."""
+    """Runs start at token 0, begin one after the other, and end within the response. Versions may fall: a learner that
+    resumed from an older checkpoint publishes older weights."""
     runs: list[VersionRun] = []
     for item in value if isinstance(value, list) else []:
         if not (isinstance(item, list) and len(item) == 2 and all(type(x) is int and 0 <= x <= _LARGEST for x in item)):
             raise WireError(f"{where}: version run {item!r:.80}; expected [version, start]")
         run = VersionRun(version=item[0], start=item[1])
-        if run.start >= tokens or (runs and (run.start <= runs[-1].start or run.version <= runs[-1].version)):
+        if run.start >= tokens or (runs and (run.start <= runs[-1].start or run.version == runs[-1].version)):
             raise WireError(f"{where}: version run {item} out of order or beyond {tokens} tokens")
         runs.append(run)
     if not runs or runs[0].start != 0:

@@ -52,7 +52,7 @@ def read_state(folder: Path) -> State:
         data = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return State(version=int(data["version"]), ranks=int(data["ranks"]), groups=tuple(data["groups"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'state.json'}: cannot be read ({error}); resume from another checkpoint") from None
+        raise ConfigError(f"{folder}: state.json cannot be read ({error}); resume from another checkpoint") from None
 
 
 def prepare(root: Path, version: int) -> Path:

@@ -72,8 +72,9 @@ class Learner:
         if folder is None:
             self.log.warning("no checkpoint under %s: starting from the model", self.root)
             return None
-        if (made := checkpoint.read_state(folder).ranks) != self.config.learner.ranks:
-            raise ConfigError(f"learner.ranks: {self.config.learner.ranks}, but {folder} was made by {made}; use {made}")
+        ranks_now, ranks_then = self.config.learner.ranks, checkpoint.read_state(folder).ranks
+        if ranks_now != ranks_then:
+            raise ConfigError(f"learner.ranks: {ranks_now}, but {folder} was made by {ranks_then}; use {ranks_then}")
         return folder
 
     def run(self) -> None:
@@ -89,7 +90,8 @@ class Learner:
             state = checkpoint.read_state(self._start)
             self.version, groups = state.version, state.groups
         self.log.version = str(self.version)
-        self.log.info("model and optimizer ready after %.1f s, %d ranks", time.monotonic() - started, dist.get_world_size())
+        seconds = time.monotonic() - started
+        self.log.info("model and optimizer ready after %.1f s, %d ranks", seconds, dist.get_world_size())
         if dist.get_rank() == 0:
             self._lead(groups)
         else:

@@ -61,7 +61,7 @@ class Reporter:
         for sink in self._sinks:
             sink.write(version, record)
         self._log.info(
-            _LINE, version, record["reward"], record["accuracy"], record["sampled_accuracy"], record["tokens"],
+            _LINE, version, record["reward_mean"], record["raw_accuracy"], record["sampled_accuracy"], record["tokens"],
             record["staleness_mean"], record["staleness_max"], record["entropy"], record["weight_mean"],
             record["clip_above"] + record["clip_below"] + record["clip_dual"], record["grad_norm"], record["wait_s"],
             record["train_s"], 100 * record["generator_busy_share"],
@@ -95,8 +95,8 @@ class Reporter:
             "filtered_correct": float(ledger.filtered_correct - before.filtered_correct),
             "filtered_wrong": float(ledger.filtered_wrong - before.filtered_wrong),
             "filtered_equal": float(ledger.filtered_equal - before.filtered_equal),
-            "expired_groups": float(ledger.expired - before.expired),
-            "dead_groups": float(ledger.dead - before.dead),
+            "expired": float(ledger.expired - before.expired),
+            "dead": float(ledger.dead - before.dead),
             "outstanding": float(ledger.outstanding),
         }
 
@@ -129,9 +129,9 @@ def _counts(counts: Counts) -> dict[str, float]:
         "groups": float(counts.groups),
         "responses": float(counts.responses),
         "tokens": float(counts.tokens),
-        "reward": counts.reward / responses,
-        "raw_reward": counts.raw_reward / responses,
-        "accuracy": counts.correct / max(counts.judged, 1),
+        "reward_mean": counts.reward / responses,
+        "raw_reward_mean": counts.raw_reward / responses,
+        "raw_accuracy": counts.correct / max(counts.judged, 1),
         "response_length_mean": counts.tokens / responses,
         "response_length_max": float(counts.longest),
         "truncated_share": counts.truncated / responses,
@@ -139,14 +139,14 @@ def _counts(counts: Counts) -> dict[str, float]:
         "overlong_filtered_tokens": float(counts.filtered_tokens),
         "staleness_mean": counts.staleness_mean,
         "staleness_max": float(counts.staleness_max),
-        **{f"staleness_{age}": float(tokens) for age, tokens in counts.staleness},
+        **{f"staleness_{age}": tokens / max(counts.trained_tokens, 1) for age, tokens in counts.staleness},
     }
 
 
 def _sampled_accuracy(record: Mapping[str, float]) -> float:
     """Accuracy over all groups that were sampled since the last step: the batch's mixed ones at what they scored, those
     that dynamic sampling filtered at 1 or 0. Without it the accuracy of trained groups would hide the learning."""
-    correct = record["filtered_correct"] + record["accuracy"] * record["groups"]
+    correct = record["filtered_correct"] + record["raw_accuracy"] * record["groups"]
     return correct / max(record["filtered_correct"] + record["filtered_wrong"] + record["groups"], 1.0)
 
 
@@ -163,7 +163,7 @@ def _objective(results: Sequence[UpdateResult]) -> dict[str, float]:
         **{name: float(value) for name, value in merged.items()},
         "trained_tokens": float(sum(record["tokens"] for record in records)),
         "grad_norm": sum(result.grad_norm for result in results) / len(results),
-        "lr": results[-1].lr,
+        "learning_rate": results[-1].lr,
         "updates": float(len(results)),
     }
 

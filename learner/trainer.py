@@ -50,8 +50,8 @@ class Trainer:
         import deepspeed
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        # DeepSpeed would compile its shared-memory all-reduce at the first start: minutes on two cores, and a compiler is
-        # not there on every machine. Gloo does the same.
+        # DeepSpeed would compile its shared-memory all-reduce at the first start: minutes on two cores, and not every
+        # machine has a compiler. Gloo does the same.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.config = config
         torch.manual_seed(config.run.seed)
@@ -111,7 +111,7 @@ class Trainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         counted = self._counted(packs, prox)
-        sums = MetricSums.zero(self.device)
+        sums, norm = MetricSums.zero(self.device), 0.0
         for index, (pack, (mask, scale)) in enumerate(zip(packs, counted, strict=True)):
             self.engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
             logp, entropy = packed_logprobs(self.engine, pack, self.config.sampling.temperature)
@@ -128,17 +128,28 @@ class Trainer:
             result = policy_loss(tokens, self.config.objective)
             # DeepSpeed averages gradients over ranks; the loss is a sum over them.
             self.engine.backward(result.loss * dist.get_world_size(), scale_wrt_gas=False)
-            self.engine.step()
             sums = sums + result.sums
-        norm = self.engine.get_global_grad_norm()
+            if index == len(packs) - 1:
+                norm = self._finish_step()
+            else:
+                self.engine.step()
         dist.all_reduce(sums.added)
         dist.all_reduce(sums.peaks, op=dist.ReduceOp.MAX)
         return UpdateResult(
             metrics=sums.finish(self.config.objective.correction.cap),
-            grad_norm=float(norm if norm is not None else 0.0),
+            grad_norm=norm,
             lr=lr,
             seconds=time.monotonic() - started,
         )
+
+    def _finish_step(self) -> float:
+        """The optimizer's step; returns the gradient's norm before clipping, over all parameters and ranks."""
+        norm = 0.0
+        if self.config.learner.zero_stage == 0:  # DeepSpeed reports none then; gradients are whole on every rank
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+        self.engine.step()
+        return norm or float(self.engine.get_global_grad_norm() or 0.0)
 
     def _counted(
         self, packs: Sequence[Packed], prox: Sequence[torch.Tensor] | None

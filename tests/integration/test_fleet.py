@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,11 @@ class TestFleet:
         """Tokens of the current version are scored alike by both; a broadcast that did not land would show here."""
         fresh = [record["probability_gap"] for record in fleet.metrics if record["staleness_max"] == 0]
         assert all(gap < 0.005 for gap in fresh)
+
+    def test_every_metric_is_explained_in_the_docs(self, fleet: Fleet) -> None:
+        explained = set(re.findall(r"`([a-z0-9_<>]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+        written = {re.sub(r"^staleness_\d+$", "staleness_<n>", key) for record in fleet.metrics for key in record}
+        assert written - explained == set()
 
     def test_checkpoint_loads_in_transformers_and_changed(self, fleet: Fleet, tiny_model: Path) -> None:
         import torch

@@ -72,7 +72,7 @@ async def fleet(engine: Engine, make_config: Callable[..., Config], tiny_model: 
     publisher = WeightPublisher(broker, config, Logger("test", "learner"))
 
     async def heartbeat() -> None:
-        while not receiver.stopped.is_set():  # noqa: ASYNC110
+        while not receiver.stopped.is_set():
             host, pid = socket.gethostname(), os.getpid()
             member = Member("g1", "generator", receiver.state, receiver.version, receiver.epoch, host, pid, {})
             await asyncio.to_thread(broker.heartbeat, member)
