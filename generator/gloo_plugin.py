@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,6 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from common.weightwire import Slot, parse, plan_buckets
 from generator.receive import StagedReceive
@@ -146,6 +148,15 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process."""
+    """Make the backend known to vLLM in this process, and its processes good neighbours on a CPU."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "generator.gloo_plugin", "GlooEngine")
+    if current_platform.is_cpu():
+        _wait_without_spinning()
+
+
+def _wait_without_spinning() -> None:
+    """vLLM's engine waits for its worker, and the worker for work, by spinning for up to a second after every message.
+    On a CPU that is a whole core, taken from the worker and the learner: sleep on the socket that announces a message.
+    """
+    SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s

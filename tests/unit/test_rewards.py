@@ -115,6 +115,16 @@ def test_reasoning_gym_gives_full_score_to_its_own_answers_after_the_wire(task: 
     assert verdicts[1][1] is False
 
 
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [("3", True), ("4 - 1 = 3.", True), ("3, no: 4", False), ("4 - 1 = -3", False), ("none", False), ("", False)],
+)
+def test_reasoning_gym_extract_takes_the_last_match(completion: str, right: bool) -> None:
+    entry = {"question": "4 - 1 =", "answer": "3", "metadata": {}}
+    config = _config({"type": "reasoning_gym", "extract": r"-?\d+"})
+    assert judge(config)("", [completion], {"entry": entry, "task": "chain_sum"})[0] == (float(right), right)
+
+
 # --- worker processes
 
 

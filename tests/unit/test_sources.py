@@ -179,6 +179,29 @@ def test_long_reasoning_gym_items_are_replaced(tokenizer: Any) -> None:
         _open(impossible, tokenizer)[0]
 
 
+@pytest.mark.parametrize("kind", ["reasoning_gym", "dataset"])
+def test_training_prompts_leave_out_what_evaluation_holds(tokenizer: Any, tmp_path: Path, kind: str) -> None:
+    if kind == "dataset":
+        prompts: dict[str, Any] = _plain_rows(tmp_path)
+    else:
+        options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+        prompts = {"type": "reasoning_gym", "task": "chain_sum", "size": 100, "options": options}
+    config = _config(prompts=prompts, eval={"prompts": prompts, "limit": 9})
+    assert config.eval is not None
+    evaluation = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
+    held_out = {evaluation[position].text for position in range(9)}
+    training = _open(config, tokenizer)
+    texts = {training[position].text for position in range(2 * len(training))}
+    assert len(texts) > 9
+    assert not texts & held_out
+
+
+def test_training_prompts_all_held_out_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    prompts = _plain_rows(tmp_path)
+    with pytest.raises(ConfigError, match=r"eval\.prompts"):
+        _open(_config(prompts=prompts, eval={"prompts": prompts, "limit": 20}), tokenizer)
+
+
 @pytest.mark.parametrize("prompt", [None, "", [], 3, [{"role": "user"}]])
 def test_unusable_prompt_is_refused_with_its_row(tokenizer: Any, tmp_path: Path, prompt: object) -> None:
     path = tmp_path / "bad.parquet"
