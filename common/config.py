@@ -141,6 +141,11 @@ class GeneratorConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     prompts_in_flight: PositiveInt = Field(8, description="Prompts leased at a time.")
     kv_cache_mb: PositiveInt | None = Field(None, description="Size of the KV cache; null leaves it to vLLM.")
+    block_size: PositiveInt | None = Field(
+        None,
+        description="Tokens per KV-cache block; a group's responses share their prompt in whole blocks. Null leaves it to "
+        "vLLM (128 on CPUs: prompts shorter than that are then computed once per response).",
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     tensor_parallel_size: PositiveInt = 1
     max_num_seqs: PositiveInt = 256

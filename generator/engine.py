@@ -258,6 +258,8 @@ def engine_arguments(config: Config, generator_id: str) -> dict[str, Any]:
     }
     if generator.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_mb << 20
+    if generator.block_size is not None:
+        arguments["block_size"] = generator.block_size
     return arguments
 
 
