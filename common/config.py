@@ -143,8 +143,8 @@ class GeneratorConfig(Section):
     kv_cache_mb: PositiveInt | None = Field(None, description="Size of the KV cache; null leaves it to vLLM.")
     block_size: PositiveInt | None = Field(
         None,
-        description="Tokens per KV-cache block; a group's responses share their prompt in whole blocks. Null leaves it to "
-        "vLLM (128 on CPUs: prompts shorter than that are then computed once per response).",
+        description="Tokens per KV-cache block; a group's responses share their prompt in whole blocks. Null leaves it "
+        "to vLLM: 128 on CPUs, where it must be a multiple of 32, so that shorter prompts are not shared at all.",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     tensor_parallel_size: PositiveInt = 1

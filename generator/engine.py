@@ -69,8 +69,15 @@ class Engine:
     # --- life
 
     async def start(self) -> None:
-        """Load the model; some 10-20 s on a CPU."""
-        self._llm = await asyncio.to_thread(self._build)
+        """Load the model; some 10-20 s on a CPU.
+
+        Raises:
+            EngineError: vLLM did not start.
+        """
+        try:
+            self._llm = await asyncio.to_thread(self._build)
+        except Exception as error:  # vLLM raises many kinds; its processes have logged the cause
+            raise EngineError(f"vLLM did not start: {error}") from error
         self._dead = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch())
         if self.version is not None:
