@@ -22,7 +22,6 @@ SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 _DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
-_CODES = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}
 _LARGEST = 2**63 - 1  # what an int64 array of versions can hold
 
 
@@ -60,8 +59,8 @@ def pack_array(array: NDArray[Any]) -> dict[str, Any]:
     Raises:
         WireError: another dtype or shape; nothing is converted in silence.
     """
-    code = _CODES.get(array.dtype)
-    if code is None or array.ndim != 1:
+    code = f"{array.dtype.kind}{array.dtype.itemsize}"
+    if code not in _DTYPES or array.ndim != 1:
         raise WireError(f"array of dtype {array.dtype}, shape {array.shape}; expected int32 or float32, one dimension")
     return {"d": code, "s": len(array), "b": array.astype(_DTYPES[code], copy=False).tobytes()}
 

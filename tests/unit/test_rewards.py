@@ -122,7 +122,8 @@ def test_reasoning_gym_gives_full_score_to_its_own_answers_after_the_wire(task: 
 def test_reasoning_gym_extract_takes_the_last_match(completion: str, right: bool) -> None:
     entry = {"question": "4 - 1 =", "answer": "3", "metadata": {}}
     config = _config({"type": "reasoning_gym", "extract": r"-?\d+"})
-    assert judge(config)("", [completion], {"entry": entry, "task": "chain_sum"})[0] == (float(right), right)
+    verdict = judge(config)("", [completion], {"entry": entry, "task": "chain_sum"})[0]
+    assert verdict is not None and verdict[1] is right
 
 
 # --- worker processes
