@@ -5,6 +5,7 @@ Bytes are msgpack (see `common.wire`), not pickled objects; a rank receives its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -19,6 +20,8 @@ _TIMEOUT = timedelta(seconds=300)
 
 def init(backend: str) -> None:
     """Join torchrun's group. Done before DeepSpeed and without `device_id`, or weight sync can hang."""
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=_TIMEOUT)
 
 
