@@ -33,7 +33,7 @@ from learner import checkpoint, ranks
 from learner.batch import Step, build_step, split_groups
 from learner.collector import Batch, Collector
 from learner.packing import Packed, plan
-from learner.publisher import WeightPublisher
+from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
 from learner.trainer import Trainer, UpdateResult, warmup_lr
 
@@ -101,21 +101,23 @@ class Learner:
     # --- every rank
 
     def _train(self, share: Share) -> list[UpdateResult]:
-        """The optimizer updates of one batch on this rank's packs."""
+        """The optimizer updates of one batch on this rank's packs; without a single trained token the version stays."""
         prox = [self.trainer.score(packs) for packs in share.updates] if self.trainer.needs_proximal_pass else None
         lr = warmup_lr(self.config.learner.optimizer, self.version + 1)
         results = [
             self.trainer.update(packs, prox[index] if prox else None, lr) for index, packs in enumerate(share.updates)
         ]
-        self.version += 1
+        self.version += any(result.metrics.tokens for result in results)
         self.log.version = str(self.version)
         return results
 
     def _follow(self) -> None:
         while True:
-            share = Share.from_bytes(ranks.scatter(None))
+            share, before = Share.from_bytes(ranks.scatter(None)), self.version
             if share.action == "train":
                 self._train(share)
+                if self.version == before:
+                    continue
                 self._publish(None)
             if share.save:
                 self.trainer.save(checkpoint.partial_for(self.root, self.version))
@@ -154,14 +156,17 @@ class Learner:
                     continue
                 steps = self._build(batch)
                 if not steps:
-                    self.log.warning("no token of the batch may be trained: step skipped")
-                    broker.expire(epoch, batch.deliveries)
+                    self._skip(broker, epoch, batch)
                     continue
+                before = self.version
                 save = (self.version + 1) % self.config.learner.checkpoint_every == 0
                 if save:
                     checkpoint.prepare(self.root, self.version + 1)
                 started = time.time()
                 results = self._train(self._tell(self._shares(steps, save)))
+                if self.version == before:
+                    self._skip(broker, epoch, batch)
+                    continue
                 publish_s = self._publish(publisher)
                 broker.step(epoch, self.version, batch.deliveries)
                 unsettled += [delivery.group.group_id for delivery in batch.deliveries]
@@ -174,6 +179,10 @@ class Learner:
             publisher.close()
             for sink in sinks:
                 sink.close()
+
+    def _skip(self, broker: Broker, epoch: int, batch: Batch) -> None:
+        self.log.warning("no token of the batch may be trained: step skipped, %d groups expired", len(batch.deliveries))
+        broker.expire(epoch, batch.deliveries)
 
     def _build(self, batch: Batch) -> list[Step]:
         """The optimizer steps of a batch: mini-batches of whole groups; one without a trainable token is left out."""
@@ -212,7 +221,10 @@ class Learner:
         if last:
             self._save(broker, epoch, unsettled)
         if self.version >= self.config.learner.max_steps:
-            publisher.wait(self.config.weights.timeout_s)
+            try:
+                publisher.wait(self.config.weights.timeout_s)
+            except PublishError as error:  # the run has its checkpoint; nobody samples with this version any more
+                self.log.warning("the last version did not reach every generator: %s", error)
             broker.finish()
             broker.announce({"type": "stop"})
             self.log.info("run complete")

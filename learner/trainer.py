@@ -106,12 +106,17 @@ class Trainer:
         return [packed_logprobs(self.engine, pack, self.config.sampling.temperature)[0] for pack in packs]
 
     def update(self, packs: Sequence[Packed], prox: Sequence[torch.Tensor] | None, lr: float) -> UpdateResult:
-        """One optimizer update. Every rank calls it with equally many packs (empty ones take part in collectives)."""
+        """One optimizer update. Every rank calls it with equally many packs (empty ones take part in collectives).
+
+        Where rejection leaves no token the weights stay as they are; the result then counts 0 tokens.
+        """
         started = time.monotonic()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        counted = self._counted(packs, prox)
         sums, norm = MetricSums.zero(self.device), 0.0
+        # None: rejection left no token. No step then: Adam would move the weights on a gradient of zero.
+        counted = self._counted(packs, prox) or []
+        packs = packs if counted else []
         for index, (pack, (mask, scale)) in enumerate(zip(packs, counted, strict=True)):
             self.engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
             logp, entropy = packed_logprobs(self.engine, pack, self.config.sampling.temperature)
@@ -153,8 +158,8 @@ class Trainer:
 
     def _counted(
         self, packs: Sequence[Packed], prox: Sequence[torch.Tensor] | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Mask and scale of every pack's tokens; what rejection masks leaves N, counted over all ranks."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Mask and scale of every pack's tokens; what rejection masks leaves N, over all ranks. None: N is 0."""
         correction = self.config.objective.correction
         if prox is None or (correction.token_mask is None and correction.sequence_mask is None):
             return [(self._tensor(pack.mask), self._tensor(pack.scale)) for pack in packs]
@@ -170,6 +175,8 @@ class Trainer:
         ]
         tokens = self._tensor(surviving_tokens(packs, [mask.cpu().numpy() for mask in masks]))
         dist.all_reduce(tokens)
+        if not tokens.any():
+            return None
         scale = self._tensor(
             sequence_scale(tokens.cpu().numpy(), packs[0].prompt_of_sequence, self.config.objective.aggregation)
         )

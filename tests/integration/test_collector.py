@@ -1,0 +1,65 @@
+"""The learner's end of the group stream, on a real server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from broker import Broker
+from common.config import Config
+from common.trajectory import Group, Prompt, Response, VersionRun
+from learner.collector import Collector
+
+NEVER = threading.Event()
+
+
+def submit(broker: Broker, version: int, count: int) -> None:
+    """Release and answer prompts, every token sampled by `version`."""
+    position = broker.position()
+    tokens = np.array([1, 2, 3], dtype=np.int32)
+    prompts = [Prompt(f"{position + i:09d}", tokens, "text") for i in range(count)]
+    assert broker.release(prompts, position)
+    for lease in broker.lease("g", count, 1000):
+        responses = tuple(
+            Response(tokens, np.full(3, -1, np.float32), (VersionRun(version, 0),), "stop", r, r, bool(r))
+            for r in (0.0, 1.0)
+        )
+        group = Group(lease.prompt.group_id, tokens, responses, "g", 1.0, 0.0)
+        assert broker.submit("g", lease.entry_id, group)
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    return make_config(staleness={"max_staleness": 1})
+
+
+def test_next_leaves_out_and_reports_groups_that_are_too_old(config: Config) -> None:
+    broker = Broker.connect(config)
+    epoch = broker.begin(5, ())
+    submit(broker, version=3, count=2)
+    submit(broker, version=4, count=5)
+    collector = Collector(broker, epoch, config)
+    try:
+        batch = collector.next(5, 20.0, NEVER)
+        assert batch is not None
+        assert [delivery.group.oldest_version for delivery in batch.deliveries] == [4] * 4
+        assert broker.ledger().expired == 2
+        # The fifth fresh group waits for the next batch, and ages meanwhile.
+        assert collector.next(6, 0.2, NEVER) is None
+        assert broker.ledger().expired == 3
+    finally:
+        collector.close()
+
+
+def test_next_returns_early_when_told_to_stop(config: Config) -> None:
+    broker = Broker.connect(config)
+    collector = Collector(broker, broker.begin(0, ()), config)
+    stopping = threading.Event()
+    stopping.set()
+    try:
+        assert collector.next(0, 600.0, stopping) is None
+    finally:
+        collector.close()
