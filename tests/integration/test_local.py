@@ -239,7 +239,7 @@ def test_complete_run_waits_for_generators_prints_the_audit_and_returns_zero(
     broker.close()
     leaves_by_itself = "open(folder + '/end').read(); note('left'); sys.exit(0)"
     os.mkfifo(tmp_path / "end")
-    steps = "".join(json.dumps({"step": n, "version": n, "reward": 0.5}) + "\\n" for n in (1, 2))
+    steps = "".join(json.dumps({"step": n, "version": n, "reward_mean": 0.5}) + "\\n" for n in (1, 2))
     writes = f"open({str(config.run.folder / 'metrics.jsonl')!r}, 'a').write('{steps}')"
     members = [
         _member("broker", tmp_path, PATIENT.replace("up()", "")),
