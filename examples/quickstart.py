@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,15 +18,15 @@ from pathlib import Path
 
 from make_models import make_smollm2
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "examples" / "quickstart.yaml"
-MODEL = ROOT / "models" / "smollm2-135m-instruct"
+ROOT = Path(__file__).resolve().parent.parent  # everything below is relative to it
+CONFIG = Path("examples/quickstart.yaml")
+MODEL = Path("models/smollm2-135m-instruct")
 
 
 def headrace(*arguments: str) -> None:
     """Run one headrace command, shown first; end with its exit code if it fails."""
     print(f"\n$ headrace {' '.join(arguments)}", flush=True)
-    code = subprocess.run([str(Path(sys.executable).parent / "headrace"), *arguments], cwd=ROOT, check=False).returncode
+    code = subprocess.run([str(Path(sys.executable).parent / "headrace"), *arguments], check=False).returncode
     if code:
         sys.exit(code)
 
@@ -61,11 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    os.chdir(ROOT)
     started = time.monotonic()
     make_smollm2(MODEL)
 
     run_id = time.strftime(f"quickstart-s{arguments.seed}-%Y%m%d-%H%M%S")
-    folder = ROOT / "runs" / run_id
+    folder = Path("runs") / run_id
     headrace("eval", str(CONFIG), "--out", str(folder.with_suffix(".before.json")))
     headrace("up", str(CONFIG), "--run-id", run_id, "--set", f"run.seed={arguments.seed}")
     final = max((folder / "checkpoints").glob("step-*")) / "model"

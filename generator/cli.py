@@ -36,6 +36,7 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy of a model on the prompts of the `eval` section."""
     resolved = load_config(config, overrides, [f"model.path={model}"] if model else None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # this one runs on the user's console
     from generator.evaluate import run_evaluation
 
     result = asyncio.run(run_evaluation(resolved))

@@ -104,6 +104,8 @@ class Engine:
         if self._llm is not None:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
+            # At interpreter exit vLLM's finaliser would shut it down again, without its globals, and complain.
+            type(llm).__del__ = lambda self: None
 
     async def _race(self, call: Coroutine[Any, Any, T], what: str, deadline_s: float | None = None) -> T:
         """The call's result; EngineError if the engine dies first or the deadline passes."""
