@@ -26,8 +26,8 @@ class OldRedis(socketserver.StreamRequestHandler):
                 words.append(self.rfile.read(size + 2)[:-2].upper())
             if words[0] == b"INFO":
                 self.wfile.write(b"$%d\r\n%s\r\n" % (len(INFO), INFO))
-            elif words[0] in (b"HELLO", b"CLIENT"):
-                self.wfile.write(b"-ERR unknown command\r\n")
+            elif words[0] == b"HELLO":
+                self.wfile.write(b"%1\r\n$5\r\nproto\r\n:3\r\n")
             else:
                 self.wfile.write(b"+PONG\r\n" if words[0] == b"PING" else b"+OK\r\n")
 
