@@ -68,10 +68,11 @@ def main() -> None:
 
     run_id = time.strftime(f"quickstart-s{arguments.seed}-%Y%m%d-%H%M%S")
     folder = Path("runs") / run_id
-    headrace("eval", str(CONFIG), "--out", str(folder.with_suffix(".before.json")))
-    headrace("up", str(CONFIG), "--run-id", run_id, "--set", f"run.seed={arguments.seed}")
+    seed = ("--set", f"run.seed={arguments.seed}")
+    headrace("eval", str(CONFIG), *seed, "--out", str(folder.with_suffix(".before.json")))
+    headrace("up", str(CONFIG), *seed, "--run-id", run_id)
     final = max((folder / "checkpoints").glob("step-*")) / "model"
-    headrace("eval", str(CONFIG), "--model", str(final), "--out", str(folder / "after.json"))
+    headrace("eval", str(CONFIG), *seed, "--model", str(final), "--out", str(folder / "after.json"))
 
     folder.with_suffix(".before.json").rename(folder / "before.json")
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))
