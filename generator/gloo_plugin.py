@@ -13,9 +13,11 @@ Registered by `register`, which may be called any number of times.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -32,6 +34,7 @@ from common.weightwire import Slot, parse, plan_buckets
 from generator.receive import StagedReceive
 
 BACKEND = "gloo"
+_NAP_MS = 2
 
 
 @dataclass
@@ -156,7 +159,21 @@ def register() -> None:
 
 
 def _wait_without_spinning() -> None:
-    """vLLM's engine waits for its worker, and the worker for work, by spinning for up to a second after every message.
-    On a CPU that is a whole core, taken from the worker and the learner: sleep on the socket that announces a message.
+    """vLLM's engine waits for its worker, and the worker for work, by spinning for a second after every message. On a
+    CPU that is a whole core, taken from the worker and the learner: sleep on the socket that announces a message.
+
+    Not for long: that socket holds one announcement and drops the rest, so of two messages in quick succession the
+    second may come unannounced, and vLLM itself would look again only after its recheck interval (5 s).
     """
-    SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
+    SpinCondition.wait = _napping_wait
+
+
+def _napping_wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+    """`SpinCondition.wait`, with naps in place of `sched_yield`."""
+    if time.monotonic() > self.last_read + self.busy_loop_s:
+        _patient_wait(self, timeout_ms)
+    elif self.local_notify_socket in dict(self.poller.poll(_NAP_MS)):
+        self.local_notify_socket.recv(flags=zmq.NOBLOCK, copy=False)
+
+
+_patient_wait = SpinCondition.wait

@@ -50,7 +50,7 @@ class Fleet:
                 parameter.add_(scale * torch.randn(parameter.shape, generator=rng))
         self.versions[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.publisher.publish(version, self.model.state_dict().items(), torch.float32)
-        await asyncio.to_thread(self.publisher.wait, 30)
+        await asyncio.to_thread(self.publisher.wait, 60)
 
     def logprobs(self, version: int, prompt: np.ndarray, sample: Sampled) -> np.ndarray:
         """Log-probability of each response token under the weights of `version`, shape (tokens,)."""
@@ -64,7 +64,7 @@ class Fleet:
 @pytest_asyncio.fixture(loop_scope="session")
 async def fleet(engine: Engine, make_config: Callable[..., Config], tiny_model: Path) -> AsyncIterator[Fleet]:
     config = make_config(
-        weights={"backend": "gloo", "timeout_s": 10, "bucket_mb": 1}, broker={"heartbeat_s": 0.2, "member_ttl_s": 2}
+        weights={"backend": "gloo", "timeout_s": 30, "bucket_mb": 1}, broker={"heartbeat_s": 0.2, "member_ttl_s": 2}
     )
     broker = Broker.connect(config)
     receiver = WeightReceiver(engine, broker, "g1", Logger("test", "g1"))
