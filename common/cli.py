@@ -17,7 +17,11 @@ from common.errors import HeadraceError
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one field; may be given several times."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.FIELD=VALUE|FILE.yaml",
+        help="Override one field, or lay a YAML file's sections over it; may be given several times, later ones win.",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Reading a configuration: the YAML file, then `HEADRACE__SECTION__FIELD` variables, then dotted overrides."""
+"""Reading a configuration: the YAML file, then `HEADRACE__SECTION__FIELD` variables, then overrides in their order: dotted
+fields, and overlays, which are YAML files that hold some of the sections."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
 
     Args:
         path: the run's YAML file.
-        overrides: `section.field=value`, the value in YAML; they win over variables, which win over the file.
+        overrides: `section.field=value`, the value in YAML, or the path of an overlay (.yaml or .yml); a later one wins
+            over an earlier one, all win over variables, and variables over the file.
         environ: defaults to the process's environment.
 
     Raises:
@@ -35,8 +37,13 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
             _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value, name)
     for override in overrides:
         key, separator, value = override.partition("=")
+        if not separator and key.endswith((".yaml", ".yml")):
+            _lay_over(tree, _read(Path(key)))
+            continue
         if not separator or not key:
-            raise ConfigError(f"override {override!r}: expected section.field=value, for example learner.max_steps=20")
+            raise ConfigError(
+                f"override {override!r}: expected section.field=value, for example learner.max_steps=20, or a .yaml file"
+            )
         _assign(tree, key.split("."), value, f"override {override!r}")
     try:
         return Config.model_validate(tree)
@@ -57,6 +64,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; expected sections such as run, model and prompts")
     return tree
+
+
+def _lay_over(tree: dict[str, Any], overlay: Mapping[str, Any]) -> None:
+    """Put the overlay's values into `tree`, section by section; a section of another `type` replaces the old one."""
+    for key, value in overlay.items():
+        below = tree.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and value.get("type", below.get("type")) == below.get("type"):
+            _lay_over(below, value)
+        else:
+            tree[key] = value
 
 
 def _assign(tree: dict[str, Any], keys: list[str], text: str, where: str) -> None:

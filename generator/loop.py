@@ -33,9 +33,11 @@ LEASE_BLOCK_MS = 1000
 class Generator:
     """One vLLM engine between the prompt stream and the group stream."""
 
-    def __init__(self, config: Config, generator_id: str, broker: Broker, log: Logger) -> None:
+    def __init__(
+        self, config: Config, generator_id: str, broker: Broker, log: Logger, engine: Engine | None = None
+    ) -> None:
         self.config, self.id, self.broker, self.log = config, generator_id, broker, log
-        self.engine = Engine(config, generator_id)
+        self.engine = engine or Engine(config, generator_id)
         self.rewards = RewardPool(config)
         self.receiver = WeightReceiver(self.engine, broker, generator_id, log)
         self.draining = asyncio.Event()

@@ -56,6 +56,7 @@ class Counts:
 
     Attributes:
         groups, responses, tokens: as delivered; tokens are response tokens.
+        flat_groups: groups without an advantage other than zero; they teach nothing.
         trained_tokens: tokens whose mask stayed (N of `token_mean`, before rejection).
         expired_tokens: masked because they are too old.
         filtered_tokens: masked by the overlong filter.
@@ -67,6 +68,7 @@ class Counts:
     """
 
     groups: int = 0
+    flat_groups: int = 0
     responses: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -193,6 +195,7 @@ def build_step(groups: Sequence[Group], config: Config, policy_version: int) -> 
             )
         rewards = [response.reward for response in group.responses]
         advantages = group_advantages(rewards, config.objective.normalize_by_std)
+        counts += Counts(flat_groups=int(not advantages.any()))
         sequences = []
         for response, advantage in zip(group.responses, advantages, strict=True):
             sequence, counted = _sequence(index, response, float(advantage), config, policy_version)

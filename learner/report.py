@@ -127,6 +127,7 @@ def _counts(counts: Counts) -> dict[str, float]:
     responses = max(counts.responses, 1)
     return {
         "groups": float(counts.groups),
+        "zero_advantage_share": counts.flat_groups / max(counts.groups, 1),
         "responses": float(counts.responses),
         "tokens": float(counts.tokens),
         "reward_mean": counts.reward / responses,
