@@ -4,10 +4,10 @@
     python -m benchmarks.ablation staleness [--seeds 3] [--steps 60] [--out runs/ablation]
 
 Both train the model of `benchmarks.small_task` through the real fleet (`benchmarks.lab`), a minute or two a run on
-two cores. `chain` lays the overlays of `examples/table1` over `benchmarks/ablation.yaml`, one more for each row; `staleness`
-crosses `max_staleness` 0, 1, 4, 16 with the corrections none, decoupled and bypass. Results go to `<out>/<name>.json`
-after every run, so that an interrupted call goes on where it was; the table goes to standard output; curves of reward,
-accuracy, entropy, length and mean probability to one PNG each.
+two cores. `chain` lays the overlays of `examples/table1` over `benchmarks/ablation.yaml`, one more for each row;
+`staleness` crosses `max_staleness` 0, 1, 4, 16 with the corrections none, decoupled and bypass. Results go to
+`<out>/<name>.json` after every run, so that an interrupted call goes on where it was; the table goes to standard
+output; curves of reward, accuracy, entropy, length and mean probability to one PNG each.
 """
 
 from __future__ import annotations

@@ -133,6 +133,9 @@ class SamplingConfig(Section):
     max_prompt_tokens: PositiveInt = 512
     max_response_tokens: PositiveInt = 512
     dynamic_sampling: bool = Field(True, description="Drop groups that are all correct or all wrong.")
+    max_generation_factor: PositiveInt = Field(
+        10, description="Batches' worth of groups that dynamic sampling may drop before one is full without a warning."
+    )
 
 
 class GeneratorConfig(Section):

@@ -1,5 +1,7 @@
-"""Reading a configuration: the YAML file, then `HEADRACE__SECTION__FIELD` variables, then overrides in their order: dotted
-fields, and overlays, which are YAML files that hold some of the sections."""
+"""Reading a configuration: the YAML file, then `HEADRACE__SECTION__FIELD` variables, then overrides in their order.
+
+An override is a dotted field, or an overlay: a YAML file that holds some of the sections.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
             continue
         if not separator or not key:
             raise ConfigError(
-                f"override {override!r}: expected section.field=value, for example learner.max_steps=20, or a .yaml file"
+                f"override {override!r}: expected section.field=value, for example learner.max_steps=20, or the path "
+                "of an overlay (.yaml)"
             )
         _assign(tree, key.split("."), value, f"override {override!r}")
     try:
@@ -70,7 +73,8 @@ def _lay_over(tree: dict[str, Any], overlay: Mapping[str, Any]) -> None:
     """Put the overlay's values into `tree`, section by section; a section of another `type` replaces the old one."""
     for key, value in overlay.items():
         below = tree.get(key)
-        if isinstance(value, dict) and isinstance(below, dict) and value.get("type", below.get("type")) == below.get("type"):
+        sections = isinstance(value, dict) and isinstance(below, dict)
+        if sections and value.get("type", below.get("type")) == below.get("type"):
             _lay_over(below, value)
         else:
             tree[key] = value

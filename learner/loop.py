@@ -152,6 +152,7 @@ class Learner:
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
                 batch = collector.next(self.version, ranks.IDLE_S, self.stopping)
                 if batch is None:
+                    reporter.waiting()
                     self._tell([Share("wait")] * dist.get_world_size())
                     continue
                 steps = self._build(batch)

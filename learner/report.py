@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from broker import Broker, Member
+from broker import Broker, Ledger, Member
 from common.config import Config
 from common.log import Logger
 from common.metrics import MetricSink
@@ -22,6 +22,12 @@ _LINE = (
 )
 # Averaged over the updates of a batch; the rest of `Metrics` is either a count or a maximum.
 _PEAKS = {"weight_max", "importance_max"}
+# Mean |p_learner - p_sampler| of the sampled tokens, both with the same weights.
+_HEALTHY_GAP, _BROKEN_GAP = 0.005, 0.01
+_USUAL_CAUSES = (
+    "another temperature, or logits that are not float32, on one side; sampling that renormalises (top_p, top_k, "
+    "penalties); log-probabilities taken before temperature; another dtype or tokenizer; weights that did not arrive"
+)
 
 
 class Reporter:
@@ -33,6 +39,20 @@ class Reporter:
         self._ledger = broker.ledger()
         self._members: dict[str, Member] = {}
         self._train_windows: deque[tuple[float, float]] = deque(maxlen=64)
+        self._probed = self._said_uninformative = False
+
+    def waiting(self) -> None:
+        """While no batch fills: say, once per batch, that dynamic sampling lets too little through."""
+        filtered = _filtered(self._broker.ledger()) - _filtered(self._ledger)
+        wanted = self._config.learner.groups_per_step
+        if self._said_uninformative or filtered < self._config.sampling.max_generation_factor * wanted:
+            return
+        self._said_uninformative = True
+        self._log.warning(
+            "%d groups were all right or all wrong and the next batch of %d is not full yet "
+            "(sampling.max_generation_factor %d): the prompts are too easy or too hard for this model; going on",
+            filtered, wanted, self._config.sampling.max_generation_factor,
+        )  # fmt: skip
 
     def step(
         self,
@@ -44,6 +64,10 @@ class Reporter:
         publish_s: float,
     ) -> None:
         """Record the step that made `version`."""
+        self.waiting()
+        self._said_uninformative = False
+        if not self._probed:
+            self._probe(steps, results)
         now = time.time()
         record = {
             "version": float(version),
@@ -56,6 +80,7 @@ class Reporter:
             "overlapped_groups": float(self._overlapped(batch)),
         }
         record["sampled_accuracy"] = _sampled_accuracy(record)
+        record["generation_factor"] = _generation_factor(record)
         self._train_windows.append((train_started, train_started + record["train_s"]))
         self._last = now
         for sink in self._sinks:
@@ -65,6 +90,23 @@ class Reporter:
             record["staleness_mean"], record["staleness_max"], record["entropy"], record["weight_mean"],
             record["clip_above"] + record["clip_below"] + record["clip_dual"], record["grad_norm"], record["wait_s"],
             record["train_s"], 100 * record["generator_busy_share"],
+        )  # fmt: skip
+
+    def _probe(self, steps: Sequence[Step], results: Sequence[UpdateResult]) -> None:
+        """On the first batch that the learner's own weights sampled, do sampler and learner agree? Its first update is
+        measured before any weight has moved."""
+        if any(step.counts.staleness_max for step in steps):
+            return
+        self._probed = True
+        gap = results[0].metrics.probability_gap
+        text = "start-up probe: mean |p_learner - p_sampler| is %.2g over %d tokens"
+        if gap <= _HEALTHY_GAP:
+            self._log.info(text + " (healthy)", gap, results[0].metrics.tokens)
+            return
+        verdict = "broken" if gap > _BROKEN_GAP else "doubtful"
+        self._log.warning(
+            text + ", %s: below %g is healthy, above %g importance weights mean nothing; usual causes: %s",
+            gap, results[0].metrics.tokens, verdict, _HEALTHY_GAP, _BROKEN_GAP, _USUAL_CAUSES,
         )  # fmt: skip
 
     def _times(
@@ -149,6 +191,16 @@ def _sampled_accuracy(record: Mapping[str, float]) -> float:
     that dynamic sampling filtered at 1 or 0. Without it the accuracy of trained groups would hide the learning."""
     correct = record["filtered_correct"] + record["raw_accuracy"] * record["groups"]
     return correct / max(record["filtered_correct"] + record["filtered_wrong"] + record["groups"], 1.0)
+
+
+def _filtered(ledger: Ledger) -> int:
+    return ledger.filtered_correct + ledger.filtered_wrong + ledger.filtered_equal
+
+
+def _generation_factor(record: Mapping[str, float]) -> float:
+    """Groups sampled for every group trained."""
+    filtered = record["filtered_correct"] + record["filtered_wrong"] + record["filtered_equal"]
+    return (filtered + record["groups"]) / max(record["groups"], 1.0)
 
 
 def _objective(results: Sequence[UpdateResult]) -> dict[str, float]:

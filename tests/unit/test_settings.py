@@ -134,3 +134,21 @@ def test_load_override_below_a_plain_value_refused(file: Path) -> None:
 
 def test_load_variable_with_bad_yaml_names_the_variable(file: Path) -> None:
     assert "HEADRACE__RUN__NAME" in refuse(file, environ={"HEADRACE__RUN__NAME": "[1"})
+
+
+def test_load_overlay_lays_its_fields_over_and_keeps_the_others(file: Path, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("objective: {clip_high: 0.2}\nlearner: {groups_per_step: 16}\n")
+    config = settings.load(file, [str(overlay), "learner.groups_per_step=24"], {})
+    assert (config.objective.clip_high, config.learner.max_steps) == (0.2, 5)
+    assert config.learner.groups_per_step == 24, "a later override wins"
+
+
+def test_load_overlay_of_another_type_replaces_the_section(file: Path, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("prompts: {type: reasoning_gym, task: chain_sum}\n")
+    assert settings.load(file, [str(overlay)], {}).prompts.type == "reasoning_gym"
+
+
+def test_load_overlay_that_is_not_there_named(file: Path) -> None:
+    assert "missing.yaml: no such file" in refuse(file, "missing.yaml")
