@@ -79,7 +79,7 @@ def pass_at(count: int, correct: int, k: int) -> float:
     The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv 2107.03374, Eq. 1).
     """
     if not (0 <= correct <= count and 1 <= k <= count):
-        raise ValueError(f"pass@{k} of {correct} correct in {count} samples; expected 0 <= correct <= n and 1 <= k <= n")
+        raise ValueError(f"pass@{k}: {correct} correct of {count}; expected 0 <= correct <= count and 1 <= k <= count")
     return 1.0 - comb(count - correct, k) / comb(count, k)
 
 
