@@ -69,8 +69,10 @@ def _window(path: Path) -> int:
 
 
 def _device() -> dict[str, Any]:
-    """Settings of vLLM for this machine: bfloat16 where the GPU has it, float16 on an older one; float32 on CPUs, most of
-    which have no fast bfloat16. On CPUs vLLM would also take nine tenths of the memory for its cache, or not start.
+    """vLLM's settings for this machine.
+
+    bfloat16 where the GPU has it, float16 on an older one; float32 on CPUs, most of which have no fast bfloat16. On a
+    CPU vLLM would also take nine tenths of the memory for its cache, or not start.
     """
     import torch
 

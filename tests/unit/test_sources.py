@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -19,16 +18,6 @@ from common.errors import ConfigError
 from common.trajectory import Prompt
 
 QUESTIONS = [f"What is {n} plus {n}?" for n in range(20)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "make_models.py"
-    spec = importlib.util.spec_from_file_location("make_models", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tiny_tokenizer()
 
 
 @pytest.fixture
