@@ -114,15 +114,20 @@ def _math_verify() -> Judge:
             raise ValueError(f"math_verify cannot read the right answer {text!r:.80}")
         parsed = [parse(completion, parsing_timeout=None) for completion in completions]
         right = [bool(verify(gold, found, timeout_seconds=None)) for found in parsed]
-        return [(float(correct), correct, _shown(found)) for correct, found in zip(right, parsed, strict=True)]
+        # Whatever equals the right answer is one answer, however it was written.
+        read = [_shown(gold if correct else found) for correct, found in zip(right, parsed, strict=True)]
+        return [(float(correct), correct, answer) for correct, answer in zip(right, read, strict=True)]
 
     return score
 
 
 def _shown(parsed: list[Any]) -> str | None:
-    """What math_verify read, as text: "1/2" for "\\frac{1}{2}" and for "1/2"."""
+    """What math_verify read, as text: "1/2" for "\\frac{1}{2}" and for "0.5"; expressions are not evaluated."""
+    from sympy import Float, Rational  # type: ignore[import-untyped]
+
     try:
-        return str(parsed[0]) if parsed else None
+        found = parsed[0] if parsed else None
+        return None if found is None else str(Rational(str(found)) if isinstance(found, Float) else found)
     except Exception:  # an expression that cannot be printed costs its vote, not the group's rewards
         return None
 

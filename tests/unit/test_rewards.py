@@ -99,10 +99,10 @@ def test_math_verify_forgives_form_and_not_value(text: str, truth: str, right: b
     assert [verdict[:2] for verdict in _judge("math_verify", [text], answer=truth)] == [(float(right), right)]
 
 
-def test_math_verify_tells_equal_expressions_as_one_answer() -> None:
-    texts = ["$\\frac{1}{2}$", "Answer: 1/2", "so \\boxed{042}", "nothing"]
-    answers = [verdict[2] for verdict in _judge("math_verify", texts, answer="1/2")]
-    assert answers == ["1/2", "1/2", "42", None]
+def test_math_verify_tells_equal_numbers_as_one_answer() -> None:
+    texts = ["$\\frac{1}{4}$", "Answer: 0.25", "so \\boxed{042}", "nothing", "Answer: $1 + 1$", "\\boxed{2.0}"]
+    answers = [verdict[2] for verdict in _judge("math_verify", texts, answer="2")]
+    assert answers == ["1/4", "1/4", "42", None, "2", "2"]
 
 
 def test_maths_rewards_take_the_first_column_that_holds_an_answer() -> None:
