@@ -3,12 +3,13 @@
 from broker.link import BrokerFullError
 from broker.records import DeadLetter, Delivery, Lease, Ledger, Member, Queues
 from broker.server import Server
-from broker.sources import Source, Sourced, open_source
+from broker.sources import Counts, Source, Sourced, open_source
 from broker.store import Broker
 
 __all__ = [
     "Broker",
     "BrokerFullError",
+    "Counts",
     "DeadLetter",
     "Delivery",
     "Lease",

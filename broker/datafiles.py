@@ -14,6 +14,7 @@ from typing import Any
 
 from common.config import DatasetPrompts
 from common.errors import ConfigError
+from common.trajectory import TRUTH_COLUMNS, find_truth
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 _INT64, _UINT64 = -(2**63), 2**64
@@ -142,32 +143,44 @@ def prompt_key(value: Any, row: int, column: str) -> str:
     )
 
 
-def prompts_of(data: Any, column: str, batch: int = 4096) -> Iterator[tuple[int, Any]]:
-    """(row, prompt) of every row, reading only the prompt column."""
-    only = data.select_columns([column])
-    for start in range(0, len(only), batch):
-        for offset, value in enumerate(only[start : start + batch][column]):
-            yield start + offset, value
+def unique_rows(data: Any, prompts: DatasetPrompts) -> tuple[list[int], list[str]]:
+    """Row numbers to use: all of them, or the first of each prompt text where `deduplicate` is on.
 
-
-def unique_rows(data: Any, prompts: DatasetPrompts) -> list[int]:
-    """Row numbers to use: all of them, or the first of each prompt text where `deduplicate` is on."""
-    seen: set[str] = set()
-    rows = []
-    for row, value in prompts_of(data, prompts.prompt_column):
-        key = prompt_key(value, row, prompts.prompt_column)
+    The second list has one text per dropped row whose right answer is not that of the row that was kept.
+    """
+    seen: dict[str, tuple[int, str | None]] = {}
+    rows, conflicts = [], []
+    for row, columns in _prompts_and_truths(data, prompts.prompt_column):
+        key = prompt_key(columns[prompts.prompt_column], row, prompts.prompt_column)
         if prompts.deduplicate:
-            if key in seen:
+            truth = find_truth(_with_truth(columns))
+            first, expected = seen.setdefault(key, (row, truth))
+            if first != row:
+                if truth != expected:
+                    conflicts.append(f"rows {first} and {row} ({expected!r:.40} and {truth!r:.40})")
                 continue
-            seen.add(key)
         rows.append(row)
-    return rows
+    return rows, conflicts
 
 
-def columns_from_row(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
-    """What the reward gets: every further column, and `ground_truth` out of the DAPO schema's `reward_model`."""
-    columns = {name: plain(value) for name, value in row.items() if name != prompt_column}
+def _prompts_and_truths(data: Any, prompt_column: str, batch: int = 4096) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row, its prompt and the columns that may hold the right answer) of every row; no other column is read."""
+    names = [name for name in data.column_names if name in (prompt_column, *TRUTH_COLUMNS, "reward_model")]
+    only = data.select_columns(names)
+    for start in range(0, len(only), batch):
+        block = only[start : start + batch]
+        for offset, values in enumerate(zip(*(block[name] for name in names), strict=True)):
+            yield start + offset, dict(zip(names, values, strict=True))
+
+
+def _with_truth(columns: dict[str, Any]) -> dict[str, Any]:
+    """`columns` with `ground_truth` out of the DAPO schema's `reward_model`, unless it is there already."""
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         columns.setdefault("ground_truth", reward_model["ground_truth"])
     return columns
+
+
+def columns_from_row(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
+    """What the reward gets: every further column, and `ground_truth` out of the DAPO schema's `reward_model`."""
+    return _with_truth({name: plain(value) for name, value in row.items() if name != prompt_column})

@@ -34,8 +34,20 @@ class Sourced:
     columns: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What became of a source's rows: `merged` repeated an earlier prompt, `left_out` are prompts that are too long or
+    held out. The rest are the prompts of one pass."""
+
+    rows: int
+    merged: int = 0
+    left_out: int = 0
+
+
 class Source(Protocol):
     """An endless sequence of prompts; `len` is the number of prompts in one pass."""
+
+    counts: Counts
 
     def __len__(self) -> int: ...
 
@@ -124,6 +136,7 @@ class ReasoningGymSource:
         held_out: frozenset[str],
     ) -> None:
         self._data = _reasoning_gym(prompts)
+        self.counts = Counts(len(self._data))
         self._task, self._encoder = prompts.task, encoder
         self._log = Logger(config.run.run_id, "source")
         self._limit = config.sampling.max_prompt_tokens
@@ -167,11 +180,26 @@ class DatasetSource:
         datafiles.require_column(prompts, self._data.column_names)
         self._column, self._encoder = prompts.prompt_column, encoder
         self._log = Logger(config.run.run_id, "source")
-        self._rows = self._usable(prompts, config.sampling.max_prompt_tokens, held_out)
+        unique = self._unique(prompts, strict=not shuffle)
+        self._rows = self._usable(unique, prompts, config.sampling.max_prompt_tokens, held_out)
+        self.counts = Counts(len(self._data), len(self._data) - len(unique), len(unique) - len(self._rows))
         self._order = _Order(len(self._rows), config.run.seed, shuffle)
 
-    def _usable(self, prompts: DatasetPrompts, limit: int, held_out: frozenset[str]) -> list[int]:
-        unique = datafiles.unique_rows(self._data, prompts)
+    def _unique(self, prompts: DatasetPrompts, strict: bool) -> list[int]:
+        """The first row of each prompt. Duplicates that contradict it are refused (`strict`) or logged."""
+        unique, conflicts = datafiles.unique_rows(self._data, prompts)
+        if conflicts:
+            some = "; ".join(conflicts[:3]) + ("; ..." if len(conflicts) > 3 else "")
+            rows = f"{len(conflicts)} of {len(self._data)} rows"
+            message = f"{prompts.path!r}: {rows} repeat a prompt with another right answer: {some}"
+            if strict:
+                raise ConfigError(f"prompts.path: {message}; correct them, or keep every row (deduplicate: false)")
+            self._log.warning("%s; the first row of each counts", message)
+        return unique
+
+    def _usable(
+        self, unique: list[int], prompts: DatasetPrompts, limit: int, held_out: frozenset[str]
+    ) -> list[int]:
         short: list[int] = []
         for start in range(0, len(unique), 1024):
             rows = unique[start : start + 1024]
@@ -227,7 +255,8 @@ def open_source(
             rendered text), so that evaluation measures what was not trained on.
         config: model (tokenizer, chat template), run seed and prompt limit come from it.
         tokenizer: a loaded tokenizer of the model; None: it is loaded.
-        shuffle: a new order on every pass (training); False: the data's own order (evaluation).
+        shuffle: a new order on every pass (training); False: the data's own order, and rows that repeat a prompt with
+            another right answer are refused (evaluation).
 
     Raises:
         ConfigError: names the field and, for a data set, the column or row that cannot be used.

@@ -276,6 +276,7 @@ class EvalConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_response_tokens: PositiveInt | None = Field(None, description="Null: as in training.")
+    seed: NonNegativeInt | None = Field(None, description="Seed of the sampling; null: run.seed.")
 
 
 class Config(Section):

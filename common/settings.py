@@ -33,7 +33,13 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
     Raises:
         ConfigError: one line per mistake, each with the field, the value and what would be right.
     """
-    tree = _read(path)
+    return resolve(_read(path), str(path), overrides, environ)
+
+
+def resolve(
+    tree: dict[str, Any], where: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Config:
+    """As `load`, from a tree of sections that came from `where`; the tree is changed."""
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
             _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value, name)
@@ -51,7 +57,7 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = dict.fromkeys(f"{path}: {_explain(detail)}" for detail in error.errors())
+        lines = dict.fromkeys(f"{where}: {_explain(detail)}" for detail in error.errors())
         raise ConfigError("\n".join(lines)) from None
 
 

@@ -7,6 +7,7 @@ whose weights were published; 0 is the initial model).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,15 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 FinishReason = Literal["stop", "length"]
+
+# Where a prompt's right answer is looked for, first hit wins: the DAPO schema, reasoning-gym and the two names that are
+# common in published data sets.
+TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
+
+
+def find_truth(columns: Mapping[str, Any]) -> str | None:
+    """The right answer among a prompt's columns; None where no column of `TRUTH_COLUMNS` holds one."""
+    return next((str(columns[name]) for name in TRUTH_COLUMNS if columns.get(name) is not None), None)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import inspect
 from broker import datafiles
 from common.config import Config, DatasetPrompts, FunctionReward, ReasoningGymPrompts
 from common.errors import ConfigError
-from generator.rewards.rules import TRUTH_COLUMNS, judge, load_function, scorer
+from common.trajectory import TRUTH_COLUMNS
+from generator.rewards.rules import judge, load_function, scorer
 
 
 def check(config: Config) -> None:
@@ -16,13 +17,19 @@ def check(config: Config) -> None:
     _check_eval(config)
     if isinstance(config.reward, FunctionReward):
         _check_signature(config.reward.function)
-    elif config.reward.type in ("math_dapo", "math_verify") and isinstance(config.prompts, DatasetPrompts):
-        columns = datafiles.columns_of(config.prompts)
-        if "reward_model" not in columns and not set(TRUTH_COLUMNS) & set(columns):
-            raise ConfigError(
-                f"reward.type: {config.reward.type!r} needs the right answer in a column {', '.join(TRUTH_COLUMNS)} or "
-                f"reward_model; {config.prompts.path!r} has {', '.join(columns)}"
-            )
+    elif config.reward.type in ("math_dapo", "math_verify"):
+        for prompts in (config.prompts, *((config.eval.prompts,) if config.eval else ())):
+            if isinstance(prompts, DatasetPrompts):
+                _check_truth(config.reward.type, prompts)
+
+
+def _check_truth(reward: str, prompts: DatasetPrompts) -> None:
+    columns = datafiles.columns_of(prompts)
+    if "reward_model" not in columns and not set(TRUTH_COLUMNS) & set(columns):
+        raise ConfigError(
+            f"reward.type: {reward!r} needs the right answer in a column {', '.join(TRUTH_COLUMNS)} or reward_model; "
+            f"{prompts.path!r} has {', '.join(columns)}"
+        )
 
 
 def _check_eval(config: Config) -> None:

@@ -134,8 +134,11 @@ class Engine:
         temperature: float | None = None,
         top_p: float = 1.0,
         max_tokens: int | None = None,
+        seed: int | None = None,
     ) -> list[Sampled]:
         """Sample `n` responses to one prompt; what is not given is as in training.
+
+        With `seed` (31 bits) the draws depend on it alone, not on what else the engine is doing.
 
         Raises:
             DataFailure: the prompt is too long, or vLLM refuses it.
@@ -154,6 +157,7 @@ class Engine:
             sampling.temperature if temperature is None else temperature,
             top_p,
             max_tokens or sampling.max_response_tokens,
+            seed,
         )
         self._mark(running=+1)
         try:
@@ -286,7 +290,7 @@ def _prepare_environment(config: Config) -> None:
         os.environ.setdefault(name, value)
 
 
-def _sampling_params(n: int, temperature: float, top_p: float, max_tokens: int) -> Any:
+def _sampling_params(n: int, temperature: float, top_p: float, max_tokens: int, seed: int | None) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -295,6 +299,7 @@ def _sampling_params(n: int, temperature: float, top_p: float, max_tokens: int) 
         temperature=temperature,
         top_p=top_p,
         max_tokens=max_tokens,
+        seed=seed,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

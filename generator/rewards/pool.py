@@ -121,7 +121,7 @@ class RewardPool:
 def _checked(verdict: Verdict, where: str) -> Score:
     if verdict is None:
         raise DataFailure(f"{where}: returned None")
-    reward, correct = verdict
+    reward, correct, answer = verdict
     if not math.isfinite(reward):
         raise DataFailure(f"{where}: returned {reward}; expected a finite number")
-    return Score(reward, correct)
+    return Score(reward, correct, answer)

@@ -1,7 +1,8 @@
 """The rewards, as they run inside a worker process: `judge` makes one from the configuration.
 
-A judge takes one group (prompt text, completions, columns) and returns (reward, correct) per completion, or None for
-one that cannot be judged. It may raise; `generator.rewards.pool` turns all of that into a data failure.
+A judge takes one group (prompt text, completions, columns) and returns (reward, correct, answer) per completion, or
+None for one that cannot be judged. `answer` is what the rule read as the final answer; None: it found none, or the
+reward does not tell (`tells_answers`). A judge may raise; `generator.rewards.pool` turns all that into a data failure.
 """
 
 from __future__ import annotations
@@ -19,14 +20,11 @@ from typing import Any
 
 from common.config import Config, FunctionReward, NamedReward, ReasoningGymPrompts, ReasoningGymReward
 from common.errors import ConfigError
+from common.trajectory import TRUTH_COLUMNS, find_truth
 from generator.rewards import math_dapo
 
-Verdict = tuple[float, bool | None] | None
+Verdict = tuple[float, bool | None, str | None] | None
 Judge = Callable[[str, list[str], Mapping[str, Any]], list[Verdict]]
-
-# Where the maths rewards look for the right answer, first hit wins: the DAPO schema, reasoning-gym and the two names
-# that are common in published data sets.
-TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 
 # These tasks compare boards as nested tuples, which arrive from the wire as lists.
 _TUPLE_TASKS = {"arc_agi", "rearc"}
@@ -43,6 +41,11 @@ def judge(config: Config) -> Judge:
     if isinstance(config.reward, FunctionReward):
         return functools.partial(_function, load_function(config.reward.function), config.reward.correct_at)
     return _named(config.reward, config)
+
+
+def tells_answers(config: Config) -> bool:
+    """Whether the configured reward says which final answer it saw: a function returns numbers only."""
+    return not isinstance(config.reward, FunctionReward)
 
 
 def _named(reward: NamedReward | ReasoningGymReward, config: Config) -> Judge:
@@ -85,15 +88,16 @@ def load_function(dotted: str) -> Callable[..., Any]:
 
 def truth(columns: Mapping[str, Any]) -> str:
     """The right answer. KeyError where no column of `TRUTH_COLUMNS` holds one."""
-    for name in TRUTH_COLUMNS:
-        if columns.get(name) is not None:
-            return str(columns[name])
-    raise KeyError(f"no right answer: expected a column {', '.join(TRUTH_COLUMNS)}; the columns are {list(columns)}")
+    found = find_truth(columns)
+    if found is None:
+        names = ", ".join(TRUTH_COLUMNS)
+        raise KeyError(f"no right answer: expected a column {names}; the columns are {list(columns)}")
+    return found
 
 
 def _math_dapo(_: str, completions: list[str], columns: Mapping[str, Any]) -> list[Verdict]:
-    right = [math_dapo.is_correct(text, truth(columns)) for text in completions]
-    return [(1.0 if correct else -1.0, correct) for correct in right]
+    right = [(math_dapo.is_correct(text, truth(columns)), math_dapo.predicted(text)) for text in completions]
+    return [(1.0 if correct else -1.0, correct, answer or None) for correct, answer in right]
 
 
 def _math_verify() -> Judge:
@@ -108,10 +112,24 @@ def _math_verify() -> Judge:
         gold = parse(text if marked else f"${text}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math_verify cannot read the right answer {text!r:.80}")
-        right = [bool(verify(gold, parse(c, parsing_timeout=None), timeout_seconds=None)) for c in completions]
-        return [(float(correct), correct) for correct in right]
+        parsed = [parse(completion, parsing_timeout=None) for completion in completions]
+        right = [bool(verify(gold, found, timeout_seconds=None)) for found in parsed]
+        # Whatever equals the right answer is one answer, however it was written.
+        read = [_shown(gold if correct else found) for correct, found in zip(right, parsed, strict=True)]
+        return [(float(correct), correct, answer) for correct, answer in zip(right, read, strict=True)]
 
     return score
+
+
+def _shown(parsed: list[Any]) -> str | None:
+    """What math_verify read, as text: "1/2" for "\\frac{1}{2}" and for "0.5"; expressions are not evaluated."""
+    from sympy import Float, Rational  # type: ignore[import-untyped]
+
+    try:
+        found = parsed[0] if parsed else None
+        return None if found is None else str(Rational(str(found)) if isinstance(found, Float) else found)
+    except Exception:  # an expression that cannot be printed costs its vote, not the group's rewards
+        return None
 
 
 @functools.cache
@@ -132,8 +150,9 @@ def _reasoning_gym(
     task, entry = columns["task"], dict(columns["entry"])
     if task in _TUPLE_TASKS:
         entry["metadata"] = {name: _tuples(value) for name, value in entry["metadata"].items()}
-    scores = [float(scorer(task)(extracted(text, pattern), entry)) for text in completions]
-    return [(value, value >= _FULL_SCORE) for value in scores]
+    answers = [extracted(text, pattern) for text in completions]
+    scores = [float(scorer(task)(answer, entry)) for answer in answers]
+    return [(value, value >= _FULL_SCORE, answer or None) for value, answer in zip(scores, answers, strict=True)]
 
 
 def extracted(completion: str, pattern: re.Pattern[str] | None) -> str:
@@ -166,7 +185,7 @@ def _function(
     if len(values) != count:
         raise ValueError(f"returned {len(values)} rewards for {count} completions")
     floats = [None if value is None else float(value) for value in values]
-    return [None if v is None else (v, None if correct_at is None else v >= correct_at) for v in floats]
+    return [None if v is None else (v, None if correct_at is None else v >= correct_at, None) for v in floats]
 
 
 async def _awaited(value: Any) -> Any:

@@ -16,10 +16,15 @@ class DataFailure(HeadraceError):
 
 @dataclass(frozen=True)
 class Score:
-    """The raw reward of one completion. `correct` is None where the reward cannot tell right from wrong."""
+    """The raw reward of one completion.
+
+    `correct` is None where the reward cannot tell right from wrong; `answer` is the final answer that it read, None
+    where it found none or does not tell.
+    """
 
     reward: float
     correct: bool | None
+    answer: str | None = None
 
 
 def uninformative(scores: Sequence[Score]) -> Literal["correct", "wrong", "equal"] | None:

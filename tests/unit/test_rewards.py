@@ -63,7 +63,8 @@ def test_math_dapo_agrees_with_the_reference_on_every_string() -> None:
         case["inputs"]["texts"], case["inputs"]["truths"], case["outputs"], strict=True
     ):
         assert (dapo.predicted(text) or "[INVALID]") == expected["pred"]
-        assert _judge("math_dapo", [text], ground_truth=truth) == [(expected["score"], expected["acc"])]
+        answer = None if expected["pred"] == "[INVALID]" else expected["pred"]
+        assert _judge("math_dapo", [text], ground_truth=truth) == [(expected["score"], expected["acc"], answer)]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +96,18 @@ def test_math_dapo_normalises_as_the_recipe_does(text: str, truth: str, right: b
     ],
 )
 def test_math_verify_forgives_form_and_not_value(text: str, truth: str, right: bool) -> None:
-    assert _judge("math_verify", [text], answer=truth) == [(float(right), right)]
+    assert [verdict[:2] for verdict in _judge("math_verify", [text], answer=truth)] == [(float(right), right)]
+
+
+def test_math_verify_tells_equal_numbers_as_one_answer() -> None:
+    texts = ["$\\frac{1}{4}$", "Answer: 0.25", "so \\boxed{042}", "nothing", "Answer: $1 + 1$", "\\boxed{2.0}"]
+    answers = [verdict[2] for verdict in _judge("math_verify", texts, answer="2")]
+    assert answers == ["1/4", "1/4", "42", None, "2", "2"]
 
 
 def test_maths_rewards_take_the_first_column_that_holds_an_answer() -> None:
     columns = {"ground_truth": None, "answer": "1", "solution": "2"}
-    assert _judge("math_dapo", ["Answer: 1", "Answer: 2"], **columns) == [(1.0, True), (-1.0, False)]
+    assert _judge("math_dapo", ["Answer: 1", "Answer: 2"], **columns) == [(1.0, True, "1"), (-1.0, False, "2")]
     with pytest.raises(KeyError, match="ground_truth, answer, solution"):
         _judge("math_dapo", ["Answer: 1"], other="x")
 
@@ -111,7 +118,7 @@ def test_reasoning_gym_gives_full_score_to_its_own_answers_after_the_wire(task: 
 
     entry = plain(reasoning_gym.create_dataset(task, size=1, seed=5)[0])
     verdicts = _judge("reasoning_gym", [f" {entry['answer']}\n", "surely wrong"], entry=entry, task=task)
-    assert verdicts[0] == (1.0, True)
+    assert verdicts[0] == (1.0, True, entry["answer"].strip())
     assert verdicts[1][1] is False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -12,23 +11,13 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from broker.datafiles import plain
-from broker.sources import Source, check_source, open_source
+from broker.sources import Counts, Source, check_source, open_source
 from common import wire
 from common.config import Config
 from common.errors import ConfigError
 from common.trajectory import Prompt
 
 QUESTIONS = [f"What is {n} plus {n}?" for n in range(20)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "make_models.py"
-    spec = importlib.util.spec_from_file_location("make_models", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tiny_tokenizer()
 
 
 @pytest.fixture
@@ -159,11 +148,32 @@ def test_duplicate_prompts_are_dropped_and_counted(
     assert len(_open(_config(prompts={**prompts, "deduplicate": False}), tokenizer)) == 60
 
 
+def test_duplicates_with_another_answer_are_refused_in_evaluation_and_logged_in_training(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [_dapo_row(question, i) for i in range(2) for question in QUESTIONS]
+    rows[27]["reward_model"] = {"ground_truth": "41", "style": "rule"}
+    config = _config(prompts=_jsonl(tmp_path / "twice.jsonl", rows))
+    with pytest.raises(ConfigError, match=r"1 of 40 rows repeat .* rows 7 and 27 \('42' and '41'\)"):
+        _open(config, tokenizer, shuffle=False)
+    caplog.set_level(logging.INFO, "headrace.source")
+    logging.getLogger("headrace").propagate = True
+    assert len(_open(config, tokenizer)) == 20
+    assert "rows 7 and 27 ('42' and '41')" in caplog.text
+
+
+def test_duplicates_that_agree_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "Q", "answer": 42}, {"prompt": "Q", "answer": 42, "note": "again"}]
+    source = _open(_config(prompts=_jsonl(tmp_path / "a.jsonl", rows)), tokenizer, shuffle=False)
+    assert source.counts == Counts(rows=2, merged=1)
+
+
 def test_long_prompts_are_left_out_of_a_data_set(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "short"}, {"prompt": "long " * 100}]
     config = _config(prompts=_jsonl(tmp_path / "a.jsonl", rows), sampling={"max_prompt_tokens": 20})
     source = _open(config, tokenizer)
     assert len(source) == 1 and source[5].text == "short"
+    assert source.counts == Counts(rows=2, left_out=1)
     shorter = _config(prompts=_jsonl(tmp_path / "b.jsonl", rows[1:]), sampling={"max_prompt_tokens": 20})
     with pytest.raises(ConfigError, match=r"no usable prompt.*max_prompt_tokens"):
         _open(shorter, tokenizer)
