@@ -63,8 +63,9 @@ def chain() -> list[Variant]:
 
 
 def staleness() -> list[Variant]:
-    """Every bound with every correction. One update per batch: there bypass and decoupled differ most."""
-    shared = ("learner.updates_per_batch=1",)
+    """Every bound with every correction. One large update per batch: there bypass and decoupled differ most, and a
+    version makes a difference."""
+    shared = ("learner.updates_per_batch=1", "learner.optimizer.lr=1.0e-3")
     return [
         Variant(f"{bound} {mode}", (*shared, f"staleness.max_staleness={bound}", f"objective.correction.mode={mode}"))
         for bound, mode in itertools.product((0, 1, 4, 16), ("none", "decoupled", "bypass"))
