@@ -33,6 +33,11 @@ class Reporter:
         self._ledger = broker.ledger()
         self._members: dict[str, Member] = {}
         self._train_windows: deque[tuple[float, float]] = deque(maxlen=64)
+        self._nonfinite = 0
+
+    def updates(self, results: Sequence[UpdateResult]) -> None:
+        """Count the updates of a batch that were left out; the next record shows them."""
+        self._nonfinite += sum(r.nonfinite + (r.critic is not None and r.critic.nonfinite) for r in results)
 
     def step(
         self,
@@ -50,14 +55,16 @@ class Reporter:
             "time_s": now - self._started,
             **self._times(batch, results, now, publish_s),
             **_counts(sum((step.counts for step in steps), Counts())),
-            **_objective(results),
+            **_objective([result for result in results if not result.nonfinite]),
+            **_critic(results),
+            "nonfinite": float(self._nonfinite),
             **self._flow(),
             **self._generators(),
             "overlapped_groups": float(self._overlapped(batch)),
         }
         record["sampled_accuracy"] = _sampled_accuracy(record)
         self._train_windows.append((train_started, train_started + record["train_s"]))
-        self._last = now
+        self._last, self._nonfinite = now, 0
         for sink in self._sinks:
             sink.write(version, record)
         self._log.info(
@@ -168,3 +175,11 @@ def _objective(results: Sequence[UpdateResult]) -> dict[str, float]:
     }
 
 
+def _critic(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Averages over the critic's updates that were made; nothing without a critic."""
+    records = [asdict(r.critic) for r in results if r.critic is not None and not r.critic.nonfinite]
+    return {
+        name: sum(record[name] for record in records) / len(records)
+        for name in (records[0] if records else ())
+        if name != "nonfinite"
+    }
