@@ -132,8 +132,9 @@ def value_loss(
     Returns:
         A scalar, connected to the graph even where no token trains.
     """
-    error = (values - returns).square()
+    # Masked before anything is computed with it, so that nothing a masked token holds survives in the gradient.
+    error = torch.where(mask, values - returns, 0.0).square()
     if clip is not None:
         near = torch.clamp(values, old_values - clip, old_values + clip)
-        error = torch.maximum(error, (near - returns).square())
-    return (torch.where(mask, 0.5 * error, 0.0) * scale).sum()
+        error = torch.maximum(error, torch.where(mask, near - returns, 0.0).square())
+    return (0.5 * error * scale).sum()
