@@ -197,8 +197,9 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig, reference_logp: Tensor 
     if config.entropy_bonus > 0:
         per_token = per_token - config.entropy_bonus * torch.where(tokens.mask, tokens.entropy, 0.0)
     loss = (per_token * tokens.scale).sum()
-    # Under bypass prox is mu, and the drift worth watching is theta's.
-    learner_logp = tokens.logp if correction.mode == "bypass" else tokens.prox_logp
+    # Under bypass prox is mu, interpolated it is drawn towards mu: the drift worth watching is then theta's.
+    of_theta = correction.mode == "bypass" or correction.proximal == "interpolated"
+    learner_logp = tokens.logp if of_theta else tokens.prox_logp
     above, below, dual = clip_masks(ratio, tokens.advantage, config)
     sums = measure(
         loss=loss.detach(),

@@ -31,7 +31,8 @@ class Metrics:
         weight_at_cap: share of tokens whose prox/mu reaches the cap.
         importance_mean, importance_max: of prox/mu before truncation.
         effective_sample_size: (sum w)^2 / (n sum w^2), between 0 and 1.
-        kl_k1, kl_k3: estimates of KL(mu || prox), nats; under `bypass` of KL(mu || theta). k1 may be negative.
+        kl_k1, kl_k3: estimates of KL(mu || prox), nats; under `bypass` and with an interpolated prox of
+            KL(mu || theta). k1 may be negative.
         clip_above, clip_below, clip_dual: share of tokens at which the clip acts.
         entropy: mean entropy of theta, nats.
         probability: mean of theta's probability of the sampled token.

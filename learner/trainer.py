@@ -98,7 +98,9 @@ class Trainer:
                 packs, prox[index] if prox else None, lr, reference[index] if reference else None
             )
             if self.critic is not None and judged is not None:
-                result = replace(result, critic=self.critic.update(judged[index], step))
+                started = time.monotonic()
+                critic = self.critic.update(judged[index], step)
+                result = replace(result, critic=critic, seconds=result.seconds + time.monotonic() - started)
             results.append(result)
         return results
 

@@ -60,7 +60,8 @@ def test_update_two_ranks_several_micro_batches_equals_one_big_batch(
     # Adam's first step is lr * sign(g) but for gradients near its epsilon; the same sign nearly everywhere.
     assert np.mean(np.abs(cut.weights - whole.weights) > 1e-5) < 1e-3
     assert cut.nonfinite == {"skipped": True, "resumed": True}
-    check_options(whole, cut)
+    if stage in (1, 3):
+        check_options(whole, cut)
 
 
 def check_options(whole: Update, cut: Update) -> None:
@@ -71,10 +72,10 @@ def check_options(whole: Update, cut: Update) -> None:
     assert first["explained_variance"] == 0.0  # everything is worth 0 at the start
     assert second["value_grad_norm"] > 0
     assert whole.optional[2]["explained_variance"] != 0.0
-    assert all(update.optional[-1].pop("restored", True) for update in (whole, cut))
+    assert whole.optional[-1]["restored"] and cut.optional[-1]["restored"]
     for ours, reference in zip(cut.optional[:2], whole.optional[:2], strict=True):
         assert ours == pytest.approx(reference, rel=1e-4, abs=1e-6)
     # The critic took steps of lr * sign(g) in between, which rounding turns around where a gradient is near zero.
     for ours, reference in zip(cut.optional[2:], whole.optional[2:], strict=True):
         for name in ("value_loss", "explained_variance", "return_mean", "kl_reference", "grad_norm"):
-            assert ours[name] == pytest.approx(reference[name], rel=0.05, abs=1e-3), name
+            assert ours[name] == pytest.approx(reference[name], rel=0.01, abs=1e-4), name

@@ -104,6 +104,15 @@ def test_interpolated_proximal_lies_between_mu_and_theta() -> None:
     assert ((prox >= low - 1e-12) & (prox <= high + 1e-12)).all()
 
 
+def test_interpolated_proximal_drift_is_watched_between_mu_and_theta() -> None:
+    tokens = make_tokens()
+    tokens = replace(tokens, prox_logp=interpolated_proximal(tokens.logp, tokens.behav_logp, torch.ones(12).long()))
+    metrics = policy_loss(tokens, make_objective(correction={"proximal": "interpolated"})).sums.finish(2.0)
+    drift = (tokens.behav_logp - tokens.logp)[tokens.mask].mean().item()
+    assert metrics.kl_k1 == pytest.approx(drift)  # prox is mu at staleness 1
+    assert metrics.probability_gap > 0 and metrics.importance_mean == 1.0
+
+
 def test_packs_carry_staleness_and_the_reward_at_the_last_token() -> None:
     rng = np.random.default_rng(0)
     responses = (make_response(rng, 4, 1.5, [(5, 0), (6, 1)]), make_response(rng, 2, -1.0, [(7, 0)]))
