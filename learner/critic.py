@@ -48,11 +48,12 @@ class CriticMetrics:
 @dataclass(frozen=True)
 class Judged:
     """What the critic made of one update's packs: `packs` carry the advantages; `old_values` and `returns` hold one
-    (R,) float64 array per pack."""
+    (R,) float64 array per pack; `batch` sums up the whole batch, over all ranks."""
 
     packs: tuple[Packed, ...]
     old_values: tuple[Float64Array, ...]
     returns: tuple[Float64Array, ...]
+    batch: Moments
 
 
 class Critic:
@@ -61,7 +62,6 @@ class Critic:
     def __init__(self, config: Config, advantage: GaeAdvantage) -> None:
         self.settings = advantage
         self.engine = ZeroEngine(critic_model(config), advantage.optimizer, config.learner)
-        self._moments = Moments()
 
     def values(self, pack: Packed) -> torch.Tensor:
         """V at every token of a packed row, (R,) float32 with gradient."""
@@ -73,24 +73,29 @@ class Critic:
     @torch.no_grad()
     def judge(self, updates: Sequence[Sequence[Packed]]) -> list[Judged]:
         """Advantages and returns of a whole batch, a list of packs per update. Every rank calls it."""
-        settings = self.settings
-        total = Moments()
-        judged = []
+        settings, total = self.settings, Moments()
+        scored = []
         for packs in updates:
-            values = tuple(self.values(pack).double().cpu().numpy() for pack in packs)
+            values = [self.values(pack).double().cpu().numpy() for pack in packs]
             estimates = [
                 estimate(value, pack.reward, pack.sequence_index, settings.gamma, settings.gae_lambda)
                 for pack, value in zip(packs, values, strict=True)
             ]
-            total = sum((moments(*row) for row in zip(estimates, values, [p.mask for p in packs], strict=True)), total)
-            filled = tuple(replace(p, advantage=e.advantages) for p, e in zip(packs, estimates, strict=True))
-            judged.append(Judged(filled, values, tuple(e.returns for e in estimates)))
-        self._moments = self._over_ranks(total)
-        if not settings.whiten:
-            return judged
+            for pack, value, estimated in zip(packs, values, estimates, strict=True):
+                total += moments(estimated, value, pack.mask)
+            scored.append((packs, values, estimates))
+        batch = self._over_ranks(total)
         return [
-            replace(one, packs=tuple(replace(p, advantage=whitened(p.advantage, self._moments)) for p in one.packs))
-            for one in judged
+            Judged(
+                packs=tuple(
+                    replace(pack, advantage=whitened(e.advantages, batch) if settings.whiten else e.advantages)
+                    for pack, e in zip(packs, estimates, strict=True)
+                ),
+                old_values=tuple(values),
+                returns=tuple(e.returns for e in estimates),
+                batch=batch,
+            )
+            for packs, values, estimates in scored
         ]
 
     def _over_ranks(self, total: Moments) -> Moments:
@@ -99,7 +104,7 @@ class Critic:
         return Moments.from_array(sums.cpu().numpy())
 
     def update(self, judged: Judged, step: int) -> CriticMetrics:
-        """One optimizer update on what `judge` returned last; `step` counts batches, from 1, for the warm-up."""
+        """One optimizer update; `step` counts batches, from 1, for the warm-up."""
         self.engine.set_lr(warmup_lr(self.settings.optimizer, step))
         device = self.engine.device
         total, norm = torch.zeros((), dtype=torch.float64, device=device), 0.0
@@ -116,8 +121,8 @@ class Critic:
         nonfinite = not math.isfinite(norm)
         return CriticMetrics(
             value_loss=0.0 if nonfinite else float(total),
-            explained_variance=0.0 if nonfinite else self._moments.explained_variance,
-            return_mean=0.0 if nonfinite else self._moments.return_mean,
+            explained_variance=0.0 if nonfinite else judged.batch.explained_variance,
+            return_mean=0.0 if nonfinite else judged.batch.return_mean,
             value_grad_norm=0.0 if nonfinite else norm,
             nonfinite=nonfinite,
         )
