@@ -11,15 +11,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from common.config_objective import CorrectionConfig as CorrectionConfig
+from common.config_objective import GaeAdvantage as GaeAdvantage
+from common.config_objective import ObjectiveConfig
+from common.config_objective import OptimizerConfig as OptimizerConfig
+from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RunConfig(Section):
@@ -189,53 +187,6 @@ class StalenessConfig(Section):
     expired_tokens: Literal["mask", "drop"] = Field(
         "mask", description="mask: tokens that are too old leave the loss; drop: their whole group does."
     )
-
-
-class CorrectionConfig(Section):
-    """Importance correction between the sampler (behaviour policy) and the learner (proximal policy)."""
-
-    mode: Literal["decoupled", "bypass", "none"] = "decoupled"
-    level: Literal["token", "sequence"] = "token"
-    cap: PositiveFloat = Field(2.0, description="Upper truncation C of the importance weight.")
-    token_mask: tuple[float, float] | None = Field(None, description="Mask tokens whose prox/mu leaves [low, high].")
-    sequence_mask: tuple[float, float] | None = Field(
-        None, description="Mask sequences whose geometric-mean prox/mu leaves [low, high]."
-    )
-
-    @field_validator("token_mask", "sequence_mask")
-    @classmethod
-    def _band(cls, band: tuple[float, float] | None) -> tuple[float, float] | None:
-        if band is not None and not 0 <= band[0] <= 1 <= band[1]:
-            raise ValueError("must be [low, high] with 0 <= low <= 1 <= high")
-        return band
-
-
-class ObjectiveConfig(Section):
-    """The loss. Defaults are DAPO's published recipe."""
-
-    ratio: Literal["token", "gspo", "cispo"] = "token"
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
-    dual_clip: float | None = Field(10.0, gt=1, description="Bound c of the loss for negative advantages; null: off.")
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "prompt_token_mean"
-    ] = "token_mean"
-    normalize_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
-    overlong_filter: bool = Field(False, description="Truncated responses leave the loss.")
-    overlong_cache_tokens: NonNegativeInt = Field(
-        0, description="L_cache of the soft overlong punishment, in tokens before sampling.max_response_tokens; 0: off."
-    )
-    correction: CorrectionConfig = CorrectionConfig()
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(0.1, ge=0)
-    grad_clip: PositiveFloat = 1.0
-    warmup_steps: NonNegativeInt = Field(0, description="Optimizer steps of linear warm-up.")
 
 
 class LearnerConfig(Section):

@@ -79,8 +79,7 @@ def _lay_over(tree: dict[str, Any], overlay: Mapping[str, Any]) -> None:
     """Put the overlay's values into `tree`, section by section; a section of another `type` replaces the old one."""
     for key, value in overlay.items():
         below = tree.get(key)
-        sections = isinstance(value, dict) and isinstance(below, dict)
-        if sections and value.get("type", below.get("type")) == below.get("type"):
+        if isinstance(value, dict) and isinstance(below, dict) and value.get("type") in (None, below.get("type")):
             _lay_over(below, value)
         else:
             tree[key] = value

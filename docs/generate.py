@@ -71,7 +71,7 @@ def _sections(name: str, field: dict[str, Any], models: dict[str, Any]) -> Itera
             rows.append(f"| `{key}` | {_kind(value)} | {default} | {_flat(value.get('description', ''))} |")
         yield "\n".join(["| field | value | default | meaning |", "|---|---|---|---|", *rows, ""])
         for inner_name, value in inner:
-            if "discriminator" in value:  # the only such section inside another is eval.prompts
+            if inner_name == "eval.prompts":
                 yield f"## `{inner_name}`\n\nRequired; as [`prompts`](#prompts-type-reasoning_gym).\n"
             else:
                 yield from _sections(inner_name, value, models)

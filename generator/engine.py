@@ -322,6 +322,21 @@ def _sampled(completion: Any, request_id: str) -> Sampled:
     )
 
 
+def check_finite(samples: Sequence[Sampled], group_id: str) -> None:
+    """Refuse a group with a log-probability that is not finite: no ratio could be formed from it.
+
+    Raises:
+        DataFailure: names the group, the response and the token.
+    """
+    for index, sample in enumerate(samples):
+        wrong = np.flatnonzero(~np.isfinite(sample.logprobs))
+        if len(wrong):
+            raise DataFailure(
+                f"group {group_id}: the engine gave token {wrong[0]} of response {index} the log-probability "
+                f"{sample.logprobs[wrong[0]]}; expected a finite one"
+            )
+
+
 def version_runs(spans: Sequence[Any] | None, request_id: str) -> tuple[VersionRun, ...]:
     """vLLM's weight-version spans as version runs."""
     runs = tuple(VersionRun(int(span.version), span.start) for span in spans or () if span.end > span.start)

@@ -23,7 +23,7 @@ from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import Group, Response
-from generator.engine import Engine, Sampled
+from generator.engine import Engine, Sampled, check_finite
 from generator.rewards import DataFailure, RewardPool, Score, shape, uninformative
 from generator.updates import WeightReceiver
 
@@ -115,6 +115,7 @@ class Generator:
         await self.receiver.wait_for_version(prompt.released_version - self.config.staleness.max_staleness)
         samples = await self.engine.sample(lease.entry_id, prompt.token_ids, self.config.sampling.group_size)
         sampled_at = time.time()
+        check_finite(samples, prompt.group_id)
         scores = await self.rewards.score(prompt, [sample.text for sample in samples])
         kind = uninformative(scores) if self.config.sampling.dynamic_sampling else None
         if kind is not None:

@@ -1,6 +1,6 @@
 """From groups to what the optimizer trains on.
 
-Promises: advantages come from complete groups, whatever is masked; no token whose policy version is more than
+Promises: group advantages come from complete groups, whatever is masked; no token whose policy version is more than
 `max_staleness` away from the learner's keeps its mask; N and its relatives are counted in integers over a whole
 optimizer step, never over a micro-batch or a rank. Staleness is the distance between the two versions in either
 direction: after a restart from an older checkpoint a token may stem from a version the learner no longer knows, which
@@ -29,7 +29,8 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One response in a step. Arrays have shape (tokens,); `index` is unique within the step."""
+    """One response in a step. Arrays have shape (tokens,); `index` is unique within the step, `staleness` is in policy
+    versions, `advantage` is 0 where a critic is to estimate it, `reward` is the shaped one."""
 
     index: int
     token_ids: Int32Array
@@ -37,6 +38,8 @@ class TrainSequence:
     versions: Int64Array
     mask: BoolArray
     advantage: float
+    staleness: Int64Array
+    reward: float
 
     @property
     def tokens(self) -> int:
@@ -56,7 +59,7 @@ class Counts:
 
     Attributes:
         groups, responses, tokens: as delivered; tokens are response tokens.
-        flat_groups: groups without an advantage other than zero; they teach nothing.
+        flat_groups: groups whose rewards are all equal: their group advantages are zero.
         trained_tokens: tokens whose mask stayed (N of `token_mean`, before rejection).
         expired_tokens: masked because they are too old.
         filtered_tokens: masked by the overlong filter.
@@ -194,8 +197,10 @@ def build_step(groups: Sequence[Group], config: Config, policy_version: int) -> 
                 f"sampling.temperature of this learner is {config.sampling.temperature}: all parts need the same file"
             )
         rewards = [response.reward for response in group.responses]
-        advantages = group_advantages(rewards, config.objective.normalize_by_std)
-        counts += Counts(flat_groups=int(not advantages.any()))
+        counts += Counts(flat_groups=int(min(rewards) == max(rewards)))
+        advantages = np.zeros(len(rewards))
+        if config.objective.advantage.type == "group":
+            advantages = group_advantages(rewards, config.objective.normalize_by_std)
         sequences = []
         for response, advantage in zip(group.responses, advantages, strict=True):
             sequence, counted = _sequence(index, response, float(advantage), config, policy_version)
@@ -233,4 +238,7 @@ def _sequence(
         raw_reward=response.raw_reward,
         staleness=tuple(zip(ages.tolist(), age_counts.tolist(), strict=True)),
     )
-    return TrainSequence(index, response.token_ids, response.logprobs, versions, mask, advantage), counts
+    sequence = TrainSequence(
+        index, response.token_ids, response.logprobs, versions, mask, advantage, staleness, response.reward
+    )
+    return sequence, counts

@@ -1,7 +1,8 @@
-"""Checkpoints of a run: `checkpoints/step-00000020/` with three things in it.
+"""Checkpoints of a run: `checkpoints/step-00000020/` with three or four things in it.
 
 - `model/`: Hugging Face format (safetensors, config, tokenizer); `transformers` and vLLM load it unchanged;
 - `deepspeed/`: the engine's own state (optimizer, master weights) for resuming at the same number of ranks;
+- `critic/`: the same of the critic's engine, where the objective has one;
 - `state.json`: policy version, ids of the groups whose effect is in these weights but was not yet acknowledged to the
   broker, and random state.
 

@@ -39,7 +39,7 @@ def check_packable(model_config: Any, longest: int) -> None:
 
 
 def packed_logprobs(
-    model: nn.Module, packed: Packed, temperature: float, chunk: int = 1024
+    model: nn.Module, packed: Packed, temperature: float, chunk: int = 1024, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every target of a packed row, and the entropy at it.
 
@@ -48,21 +48,29 @@ def packed_logprobs(
         packed: a row of `learner.packing.plan`.
         temperature: the sampler's.
         chunk: tokens whose float32 logits exist at the same time.
+        entropy_gradient: whether entropy carries a gradient too.
 
     Returns:
-        logp (R,) and entropy (R,), nats, float32 (or float64); only logp carries a gradient.
+        logp (R,) and entropy (R,), nats, float32 (or float64); without `entropy_gradient` only logp carries a gradient.
     """
     device = next(model.parameters()).device
-    row = {name: torch.tensor(getattr(packed, name), dtype=torch.long, device=device)
-           for name in ("input_ids", "position_ids", "group_of", "response_of", "predict_from", "targets")}  # fmt: skip
-    output = model(
-        input_ids=row["input_ids"][None],
-        position_ids=row["position_ids"][None],
-        attention_mask=row_attention(row["group_of"], row["response_of"])[None, None],
-        use_cache=False,
-        logits_to_keep=row["predict_from"],
+    predict_from, targets = (
+        torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
     )
-    return token_logprobs(output.logits[0], row["targets"], temperature, chunk)
+    output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
+    return token_logprobs(output.logits[0], targets, temperature, chunk, entropy_gradient)
+
+
+def row_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
+    """What a Hugging Face model is called with to compute a packed row."""
+    row = {name: torch.tensor(getattr(packed, name), dtype=torch.long, device=device)
+           for name in ("input_ids", "position_ids", "group_of", "response_of")}  # fmt: skip
+    return {
+        "input_ids": row["input_ids"][None],
+        "position_ids": row["position_ids"][None],
+        "attention_mask": row_attention(row["group_of"], row["response_of"])[None, None],
+        "use_cache": False,
+    }
 
 
 def row_attention(group_of: Tensor, response_of: Tensor) -> Tensor:
@@ -77,7 +85,9 @@ def row_attention(group_of: Tensor, response_of: Tensor) -> Tensor:
     return before & same_group & prompt_or_own
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, chunk: int = 1024, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
 
     Args:
@@ -85,18 +95,18 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float, chunk: i
         targets: (tokens,) int64.
 
     Returns:
-        logp (tokens,) and entropy (tokens,), nats, at least float32; entropy is detached.
+        logp (tokens,) and entropy (tokens,), nats, at least float32; entropy is detached without `entropy_gradient`.
     """
-    logp, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk)
+    logp, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk, entropy_gradient)
     return logp, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and one number a token; the softmax is made again, in chunks, in backward."""
+    """Keeps the logits and a number or two a token; the softmax is made again, in chunks, in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logp, entropy, total = (torch.empty(len(targets), dtype=dtype, device=logits.device) for _ in range(3))
@@ -106,23 +116,30 @@ class _TokenLogprobs(torch.autograd.Function):
             total[part] = scaled.logsumexp(-1)
             logp[part] = scaled.gather(-1, targets[part, None])[:, 0] - total[part]
             entropy[part] = torch.special.entr((scaled - total[part, None]).exp_()).sum(-1)
-        ctx.save_for_backward(logits, targets, total)
+        ctx.save_for_backward(logits, targets, total, *([entropy] if entropy_gradient else []))
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, targets, total = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, total, *entropy = ctx.saved_tensors
         upstream = gradients[0] / ctx.temperature
-        # d logp / d logits = (1[target] - softmax) / temperature, written over the logits: nobody needs them again, and
-        # autograd refuses a second backward by itself.
+        # d logp / d logits = (1[target] - p) / temperature, d entropy / d logits = -p (log p + entropy) / temperature;
+        # written over the logits: nobody needs them again, and autograd refuses a second backward by itself.
         for first in range(0, len(targets), ctx.chunk):
             part = slice(first, first + ctx.chunk)
-            gradient = (logits[part].to(total.dtype) / ctx.temperature - total[part, None]).exp_().neg_()
+            softmax = (logits[part].to(total.dtype) / ctx.temperature - total[part, None]).exp_()
+            extra = None
+            if entropy:
+                extra = torch.special.entr(softmax) - softmax * entropy[0][part, None]
+                extra *= gradients[1][part, None] / ctx.temperature
+            gradient = softmax.neg_()
             gradient.scatter_add_(-1, targets[part, None], torch.ones_like(total[part, None]))
-            logits[part] = gradient * upstream[part, None]
-        return logits, None, None, None
+            gradient = gradient * upstream[part, None]
+            logits[part] = gradient if extra is None else gradient + extra
+        return logits, None, None, None, None
 
 
 def float32_head(model: nn.Module) -> None:

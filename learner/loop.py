@@ -35,7 +35,7 @@ from learner.collector import Batch, Collector
 from learner.packing import Packed, plan
 from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
-from learner.trainer import Trainer, UpdateResult, warmup_lr
+from learner.trainer import Trainer, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,7 @@ class Learner:
 
     def _train(self, share: Share) -> list[UpdateResult]:
         """The optimizer updates of one batch on this rank's packs; without a single trained token the version stays."""
-        prox = [self.trainer.score(packs) for packs in share.updates] if self.trainer.needs_proximal_pass else None
-        lr = warmup_lr(self.config.learner.optimizer, self.version + 1)
-        results = [
-            self.trainer.update(packs, prox[index] if prox else None, lr) for index, packs in enumerate(share.updates)
-        ]
+        results = self.trainer.train(share.updates, self.version + 1)
         self.version += any(result.metrics.tokens for result in results)
         self.log.version = str(self.version)
         return results
@@ -165,6 +161,8 @@ class Learner:
                     checkpoint.prepare(self.root, self.version + 1)
                 started = time.time()
                 results = self._train(self._tell(self._shares(steps, save)))
+                self._log_nonfinite(steps, results)
+                reporter.updates(results)
                 if self.version == before:
                     self._skip(broker, epoch, batch)
                     continue
@@ -180,6 +178,15 @@ class Learner:
             publisher.close()
             for sink in sinks:
                 sink.close()
+
+    def _log_nonfinite(self, steps: list[Step], results: list[UpdateResult]) -> None:
+        """Say which groups were in an update that was left out because its loss or gradient were not finite."""
+        for step, result in zip(steps, results, strict=True):
+            ids = ", ".join(group.group_id for group in step.groups)
+            if result.nonfinite:
+                self.log.error("loss or gradient not finite: update left out, weights kept; its groups: %s", ids)
+            if result.critic is not None and result.critic.nonfinite:
+                self.log.error("value loss or its gradient not finite: critic's update left out; its groups: %s", ids)
 
     def _skip(self, broker: Broker, epoch: int, batch: Batch) -> None:
         self.log.warning("no token of the batch may be trained: step skipped, %d groups expired", len(batch.deliveries))

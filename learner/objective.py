@@ -5,7 +5,8 @@ token belongs to, and no response is cut across micro-batches. `scale` already h
 relatives, `learner.batch.sequence_scale`), so the loss of an optimizer step is the plain **sum** of the losses of its
 micro-batches over all ranks, and no cut of the step can change the gradient.
 
-Three policies: mu sampled the token (`behav_logp`), prox anchors the clip (`prox_logp`), theta is trained (`logp`).
+Three policies: mu sampled the token (`behav_logp`), prox anchors the clip (`prox_logp`), theta is trained (`logp`); a
+fourth, the frozen reference, only where `kl_coefficient` asks for it.
 Equation numbers are those of the DAPO paper (arXiv 2503.14476). Promises: finite loss and bounded gradient for any
 finite log-probabilities; masked tokens contribute exactly zero, whatever they hold; no token at all gives a loss of
 zero that is still connected to the graph.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.config import CorrectionConfig, ObjectiveConfig
+from common.errors import HeadraceError
 from learner.objective_metrics import MetricSums, measure
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8 is still finite, and the clamp stops the gradient beyond it
@@ -37,7 +39,7 @@ class Tokens:
         mask: bool, True where the token counts (after overlong filter, age and rejection).
         sequence_index: int64, response of the token within the optimizer step.
         scale: weight of the token's loss, 1/N in mode `token_mean`; no unit.
-        entropy: nats, of theta's distribution at the token; for the metrics only.
+        entropy: nats, of theta's distribution at the token; carries a gradient where `entropy_bonus` asks for it.
     """
 
     logp: Tensor
@@ -56,7 +58,7 @@ class Loss:
 
     Attributes:
         loss: scalar with gradient; sum it over micro-batches and ranks.
-        per_token: (tokens,) loss before `scale`, correction included, zero where masked; detached.
+        per_token: (tokens,) loss before `scale`, correction and options included, zero where masked; detached.
         ratio: (tokens,) r of Eq. 8 (of the sequence in `gspo`); detached.
         weight: (tokens,) correction weight w; detached.
         sums: metrics of the micro-batch, to be added up and finished.
@@ -138,8 +140,47 @@ def correction_ratio(tokens: Tokens, correction: CorrectionConfig) -> Tensor:
     return bounded_exp(difference).detach()
 
 
-def policy_loss(tokens: Tokens, config: ObjectiveConfig) -> Loss:
-    """sum(mask * l * w * scale) over one micro-batch, and its metrics."""
+def interpolated_proximal(logp: Tensor, behav_logp: Tensor, staleness: Tensor) -> Tensor:
+    """log pi_prox between mu and theta by the token's age, without a forward pass (A-3PO, arXiv 2512.06547).
+
+    log prox = alpha log mu + (1 - alpha) log theta, with alpha = 1 / max(d, 1) at staleness d. So r is
+    (theta / mu)^alpha and prox / mu is (theta / mu)^(1 - alpha). At d = 0 mu *is* the policy at the start of the batch,
+    so prox is exact there, and the later updates of a batch are clipped against it. (The authors' description has
+    alpha = 0 at d = 0, which would never clip such a token; their code in AReaL takes mu, as here.)
+
+    Args:
+        logp: (tokens,) log pi_theta, nats; its gradient is not followed.
+        behav_logp: (tokens,) log mu, nats.
+        staleness: (tokens,) int, versions between mu and the learner at the start of the batch, >= 0.
+
+    Returns:
+        (tokens,) nats, detached.
+    """
+    alpha = staleness.clamp(min=1).to(logp.dtype).reciprocal()
+    return torch.lerp(logp.detach(), behav_logp.to(logp.dtype), alpha)
+
+
+def reference_kl(logp: Tensor, reference_logp: Tensor, mask: Tensor) -> Tensor:
+    """k3 estimate of KL(theta || reference) at every token: exp(d) - d - 1, d = log ref - log theta clamped to +-20.
+
+    The estimator is Schulman's ("Approximating KL divergence", 2020), its use in the loss GRPO's (arXiv 2402.03300,
+    Eq. 4). Returns (tokens,) nats, >= 0, zero where masked, without a gradient beyond the clamp.
+    """
+    difference = log_ratio(reference_logp, logp, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return difference.exp() - difference - 1
+
+
+def policy_loss(tokens: Tokens, config: ObjectiveConfig, reference_logp: Tensor | None = None) -> Loss:
+    """sum(mask * (l * w + kl_coefficient * KL - entropy_bonus * H) * scale) over one micro-batch, and its metrics.
+
+    The correction weight w multiplies the surrogate l only, as is usual. It corrects whose samples an advantage was
+    earned on; KL and entropy are regularisers, and w would weaken their pull just where theta has given a token up.
+
+    Args:
+        tokens: the micro-batch.
+        config: the objective.
+        reference_logp: (tokens,) log-probabilities under the reference, nats; needed iff `kl_coefficient` > 0.
+    """
     correction = config.correction
     anchor = tokens.behav_logp if correction.mode == "bypass" else tokens.prox_logp
     ratio = policy_ratio(tokens, anchor.detach(), config.ratio)
@@ -147,9 +188,18 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig) -> Loss:
     weight = importance.clamp(max=correction.cap) if correction.mode == "decoupled" else importance
     # The weight comes after clipping; masked entries are replaced, not multiplied, so that nothing of them survives.
     per_token = torch.where(tokens.mask, clipped_surrogate(tokens, ratio, config) * weight, 0.0)
+    kl = None
+    if config.kl_coefficient > 0:
+        if reference_logp is None:
+            raise HeadraceError("objective.kl_coefficient is above 0; expected the reference's log-probabilities")
+        kl = reference_kl(tokens.logp, reference_logp, tokens.mask)
+        per_token = per_token + config.kl_coefficient * kl
+    if config.entropy_bonus > 0:
+        per_token = per_token - config.entropy_bonus * torch.where(tokens.mask, tokens.entropy, 0.0)
     loss = (per_token * tokens.scale).sum()
-    # Under bypass prox is mu, and the drift worth watching is theta's.
-    learner_logp = tokens.logp if correction.mode == "bypass" else tokens.prox_logp
+    # Under bypass prox is mu, interpolated it is drawn towards mu: the drift worth watching is then theta's.
+    of_theta = correction.mode == "bypass" or correction.proximal == "interpolated"
+    learner_logp = tokens.logp if of_theta else tokens.prox_logp
     above, below, dual = clip_masks(ratio, tokens.advantage, config)
     sums = measure(
         loss=loss.detach(),
@@ -164,7 +214,8 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig) -> Loss:
         clip_above=above,
         clip_below=below,
         clip_dual=dual,
-        entropy=tokens.entropy,
+        entropy=tokens.entropy.detach(),
+        kl_reference=None if kl is None else kl.detach(),
     )
     return Loss(loss=loss, per_token=per_token.detach(), ratio=ratio.detach(), weight=weight, sums=sums)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 _TOTALS = (
     "loss", "present", "tokens", "weight", "weight_squared", "at_cap", "importance", "k1", "k3",
     "clip_above", "clip_below", "clip_dual", "entropy", "probability", "probability_gap",
+    "kl_reference",
 )  # fmt: skip
 _BINS = 1024  # of the histogram of w over [0, cap]; the 99th percentile is exact to cap / 1024
 
@@ -30,11 +31,13 @@ class Metrics:
         weight_at_cap: share of tokens whose prox/mu reaches the cap.
         importance_mean, importance_max: of prox/mu before truncation.
         effective_sample_size: (sum w)^2 / (n sum w^2), between 0 and 1.
-        kl_k1, kl_k3: estimates of KL(mu || prox), nats; under `bypass` of KL(mu || theta). k1 may be negative.
+        kl_k1, kl_k3: estimates of KL(mu || prox), nats; under `bypass` and with an interpolated prox of
+            KL(mu || theta). k1 may be negative.
         clip_above, clip_below, clip_dual: share of tokens at which the clip acts.
         entropy: mean entropy of theta, nats.
         probability: mean of theta's probability of the sampled token.
         probability_gap: mean |p_learner - p_sampler| of the sampled token; above 0.01 something is broken.
+        kl_reference: k3 estimate of KL(theta || reference), nats; 0 without a reference.
     """
 
     loss: float
@@ -55,6 +58,7 @@ class Metrics:
     entropy: float
     probability: float
     probability_gap: float
+    kl_reference: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class MetricSums:
             entropy=mean["entropy"],
             probability=mean["probability"],
             probability_gap=mean["probability_gap"],
+            kl_reference=mean["kl_reference"],
         )
 
 
@@ -129,10 +134,11 @@ def measure(
     clip_below: Tensor,
     clip_dual: Tensor,
     entropy: Tensor,
+    kl_reference: Tensor | None = None,
 ) -> MetricSums:
     """Sums of one micro-batch. All tensors are detached and of shape (tokens,), but for the scalar `loss`.
 
-    `drift` is log(prox / mu) in nats, zero where masked.
+    `drift` is log(prox / mu) in nats, zero where masked. `kl_reference`: None counts as zero.
     """
     def total(values: Tensor) -> Tensor:
         return torch.where(mask, values.double(), 0.0).sum()
@@ -155,6 +161,7 @@ def measure(
         "entropy": total(entropy),
         "probability": total(logp.double().clamp(max=0).exp()),
         "probability_gap": total((learner.clamp(max=0).exp() - behav_logp.double().clamp(max=0).exp()).abs()),
+        "kl_reference": drift.new_zeros(()) if kl_reference is None else total(kl_reference),
     }
     counted = mask.double()
     bins = (weight * (_BINS / cap)).ceil().long().sub(1).clamp(0, _BINS - 1)

@@ -27,10 +27,13 @@ LINEAR_COST = 24_576.0
 _DTYPES: dict[str, str] = {
     "input_ids": "<i4", "position_ids": "<i4", "group_of": "<i4", "response_of": "<i4",
     "predict_from": "<i4", "targets": "<i4", "behav_logp": "<f4", "advantage": "<f8", "mask": "|b1", "scale": "<f8",
-    "sequence_index": "<i4", "version": "<i4", "prompt_of_sequence": "<i4",
+    "sequence_index": "<i4", "version": "<i4", "staleness": "<i4", "reward": "<f8", "prompt_of_sequence": "<i4",
 }  # fmt: skip
 _ROW = ("input_ids", "position_ids", "group_of", "response_of")
-_TARGETS = ("predict_from", "targets", "behav_logp", "advantage", "mask", "scale", "sequence_index", "version")
+_TARGETS = (
+    "predict_from", "targets", "behav_logp", "advantage", "mask", "scale", "sequence_index", "version", "staleness",
+    "reward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Packed:
         predict_from: (R,) int32, index in the row of the token whose hidden state predicts the target.
         targets: (R,) int32, token ids.
         behav_logp: (R,) float32, nats.
-        advantage: (R,) float64.
+        advantage: (R,) float64; 0 where a critic is to estimate it.
         mask: (R,) bool, True where the token trains.
         scale: (R,) float64, weight of the token's loss (`learner.batch.sequence_scale`).
         sequence_index: (R,) int32, response of the token within the optimizer step.
         version: (R,) int32, policy version that sampled the token.
+        staleness: (R,) int32, its distance from the learner's at the start of the batch, in versions.
+        reward: (R,) float64, the response's (shaped) at its last token, 0 at the others.
         prompt_of_sequence: (sequences of the whole step,) int32, for counting N again after rejection.
     """
 
@@ -67,6 +72,8 @@ class Packed:
     scale: Float64Array
     sequence_index: NDArray[np.int32]
     version: NDArray[np.int32]
+    staleness: NDArray[np.int32]
+    reward: Float64Array
     prompt_of_sequence: NDArray[np.int32]
 
     def to_bytes(self) -> bytes:
@@ -234,6 +241,8 @@ def _pack_row(step: Step, parts: Sequence[_Part], prompt_of_sequence: NDArray[np
         "scale": per_token(lambda sequence: step.scale_of_sequence[sequence.index]),
         "sequence_index": per_token(lambda sequence: sequence.index),
         "version": [sequence.versions for sequence in sequences],
+        "staleness": [sequence.staleness for sequence in sequences],
+        "reward": [np.r_[np.zeros(sequence.tokens - 1), sequence.reward] for sequence in sequences],
         "prompt_of_sequence": [prompt_of_sequence],
     }
     return Packed(**{name: _concatenate(arrays[name], code) for name, code in _DTYPES.items()})

@@ -40,6 +40,7 @@ class Reporter:
         self._members: dict[str, Member] = {}
         self._train_windows: deque[tuple[float, float]] = deque(maxlen=64)
         self._probed = self._said_uninformative = False
+        self._nonfinite = 0
 
     def waiting(self) -> None:
         """While no batch fills: say, once per batch, that dynamic sampling lets too little through."""
@@ -53,6 +54,10 @@ class Reporter:
             "(sampling.max_generation_factor %d): the prompts are too easy or too hard for this model; going on",
             filtered, wanted, self._config.sampling.max_generation_factor,
         )  # fmt: skip
+
+    def updates(self, results: Sequence[UpdateResult]) -> None:
+        """Count the updates of a batch that were left out; the next record shows them."""
+        self._nonfinite += sum(r.nonfinite + (r.critic is not None and r.critic.nonfinite) for r in results)
 
     def step(
         self,
@@ -74,7 +79,9 @@ class Reporter:
             "time_s": now - self._started,
             **self._times(batch, results, now, publish_s),
             **_counts(sum((step.counts for step in steps), Counts())),
-            **_objective(results),
+            **_objective([result for result in results if not result.nonfinite]),
+            **_critic(results),
+            "nonfinite": float(self._nonfinite),
             **self._flow(),
             **self._generators(),
             "overlapped_groups": float(self._overlapped(batch)),
@@ -82,7 +89,7 @@ class Reporter:
         record["sampled_accuracy"] = _sampled_accuracy(record)
         record["generation_factor"] = _generation_factor(record)
         self._train_windows.append((train_started, train_started + record["train_s"]))
-        self._last = now
+        self._last, self._nonfinite = now, 0
         for sink in self._sinks:
             sink.write(version, record)
         self._log.info(
@@ -95,7 +102,7 @@ class Reporter:
     def _probe(self, steps: Sequence[Step], results: Sequence[UpdateResult]) -> None:
         """On the first batch that the learner's own weights sampled, do sampler and learner agree? Its first update is
         measured before any weight has moved."""
-        if any(step.counts.staleness_max for step in steps):
+        if any(step.counts.staleness_max for step in steps) or not results[0].metrics.tokens:
             return
         self._probed = True
         gap = results[0].metrics.probability_gap
@@ -221,3 +228,11 @@ def _objective(results: Sequence[UpdateResult]) -> dict[str, float]:
     }
 
 
+def _critic(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Averages over the critic's updates that were made; nothing without a critic."""
+    records = [asdict(r.critic) for r in results if r.critic is not None and not r.critic.nonfinite]
+    return {
+        name: sum(record[name] for record in records) / len(records)
+        for name in (records[0] if records else ())
+        if name != "nonfinite"
+    }

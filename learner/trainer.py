@@ -1,165 +1,186 @@
-"""The DeepSpeed side of the learner: a model, its optimizer, and one optimizer update over packed micro-batches.
+"""The learner's side of a batch: the policy, what is scored before its updates, and one optimizer update over packed
+micro-batches.
 
 Runs on every rank. What it promises: the gradient of an update is that of the whole mini-batch, however it was cut into
-micro-batches and ranks (architecture, invariant 10). For that the loss of a token arrives already divided by the
-mini-batch's one N, DeepSpeed is kept from dividing by accumulation steps, and its mean over ranks is undone.
+micro-batches and ranks (architecture, invariant 10), for which the loss of a token arrives already divided by the
+mini-batch's one N (see also `learner.zero`); and what is optional (a proximal pass, a reference, a critic) is not there
+unless the objective asks for it.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
-from common.config import Config, OptimizerConfig
+from common.config import Config, GaeAdvantage
 from learner.batch import sequence_scale
-from learner.logprobs import check_packable, float32_head, packed_logprobs
-from learner.objective import Tokens, policy_loss, rejection_mask
+from learner.critic import Critic, CriticMetrics
+from learner.logprobs import packed_logprobs
+from learner.models import policy_model, reference_model
+from learner.objective import Tokens, interpolated_proximal, policy_loss, rejection_mask
 from learner.objective_metrics import Metrics, MetricSums
 from learner.packing import Packed, surviving_tokens
+from learner.zero import ZeroEngine
+from learner.zero import warmup_lr as warmup_lr
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer update, over all ranks."""
+    """One optimizer update, over all ranks.
+
+    `nonfinite`: loss or gradient were not finite and the weights stayed as they were; metrics and norm are then zero.
+    """
 
     metrics: Metrics
     grad_norm: float
     lr: float
     seconds: float
-
-
-def warmup_lr(optimizer: OptimizerConfig, step: int) -> float:
-    """Linear warm-up to a constant learning rate; `step` counts batches, starting at 1."""
-    return optimizer.lr * min(1.0, step / optimizer.warmup_steps) if optimizer.warmup_steps else optimizer.lr
+    nonfinite: bool = False
+    critic: CriticMetrics | None = None
 
 
 class Trainer:
     """Model and optimizer of this rank."""
 
     def __init__(self, config: Config) -> None:
-        # DeepSpeed picks its accelerator at import.
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        import deepspeed
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        # DeepSpeed would compile its shared-memory all-reduce at the first start: minutes on two cores, and not every
-        # machine has a compiler. Gloo does the same.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.config = config
         torch.manual_seed(config.run.seed)
-        learner = config.learner
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            dtype=getattr(torch, learner.dtype),
-            attn_implementation="sdpa",  # takes the block mask of a packed row
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
-        if learner.dtype != "float32":
-            float32_head(model)
-        model.train()
-        if learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+        model = policy_model(config)
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
-        adamw = torch.optim.AdamW(
-            model.parameters(),
-            lr=learner.optimizer.lr,
-            betas=learner.optimizer.betas,
-            weight_decay=learner.optimizer.weight_decay,
-        )
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=self._deepspeed_config())
-        self.device = self.engine.device
-
-    def _deepspeed_config(self) -> dict[str, Any]:
-        learner = self.config.learner
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": learner.zero_stage},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": learner.optimizer.grad_clip,
-            "bf16": {"enabled": learner.dtype == "bfloat16"},
-            "steps_per_print": 10**9,
-        }
+        self.policy = ZeroEngine(model, config.learner.optimizer, config.learner)
+        self.engine, self.device = self.policy.module, self.policy.device
+        objective = config.objective
+        self.reference: nn.Module | None = None
+        if objective.kl_coefficient > 0:
+            self.reference = reference_model(config, model, self.device)
+        self.critic: Critic | None = None
+        if isinstance(objective.advantage, GaeAdvantage):
+            self.critic = Critic(config, objective.advantage)
 
     @property
     def needs_proximal_pass(self) -> bool:
         """Whether the proximal policy must be scored before the first update: with one update per batch it equals the
         current policy, unless masking by its ratio has to be known before N is counted."""
         correction = self.config.objective.correction
+        if correction.proximal == "interpolated":
+            return False
         masks = correction.token_mask is not None or correction.sequence_mask is not None
         return correction.mode != "bypass" and (self.config.learner.updates_per_batch > 1 or masks)
 
-    @torch.no_grad()
-    def score(self, packs: Sequence[Packed]) -> list[torch.Tensor]:
-        """Log-probabilities of the response tokens under the current weights: one (R,) tensor per pack, nats."""
-        return [packed_logprobs(self.engine, pack, self.config.sampling.temperature)[0] for pack in packs]
+    def train(self, updates: Sequence[Sequence[Packed]], step: int) -> list[UpdateResult]:
+        """All optimizer updates of one batch on this rank's packs, a list per update; `step` counts batches, from 1.
 
-    def update(self, packs: Sequence[Packed], prox: Sequence[torch.Tensor] | None, lr: float) -> UpdateResult:
+        What is needed of the weights before the batch is computed before the first update: the log-probabilities under
+        the proximal policy and the reference, and the critic's values.
+        """
+        judged = self.critic.judge(updates) if self.critic else None
+        if judged is not None:
+            updates = [one.packs for one in judged]
+        prox = [self.score(packs) for packs in updates] if self.needs_proximal_pass else None
+        reference = [self.score(packs, self.reference) for packs in updates] if self.reference is not None else None
+        lr = warmup_lr(self.config.learner.optimizer, step)
+        results = []
+        for index, packs in enumerate(updates):
+            result = self.update(
+                packs, prox[index] if prox else None, lr, reference[index] if reference else None
+            )
+            if self.critic is not None and judged is not None:
+                started = time.monotonic()
+                critic = self.critic.update(judged[index], step)
+                result = replace(result, critic=critic, seconds=result.seconds + time.monotonic() - started)
+            results.append(result)
+        return results
+
+    @torch.no_grad()
+    def score(self, packs: Sequence[Packed], model: nn.Module | None = None) -> list[torch.Tensor]:
+        """Log-probabilities of the response tokens under the policy's current weights, or another model's: one (R,)
+        tensor per pack, nats."""
+        model = self.engine if model is None else model
+        return [packed_logprobs(model, pack, self.config.sampling.temperature)[0] for pack in packs]
+
+    def update(
+        self,
+        packs: Sequence[Packed],
+        prox: Sequence[torch.Tensor] | None,
+        lr: float,
+        reference: Sequence[torch.Tensor] | None = None,
+    ) -> UpdateResult:
         """One optimizer update. Every rank calls it with equally many packs (empty ones take part in collectives).
 
-        Where rejection leaves no token the weights stay as they are; the result then counts 0 tokens.
+        Where rejection leaves no token, or loss or gradient are not finite, the weights stay as they are; the result
+        then counts 0 tokens.
         """
         started = time.monotonic()
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+        self.policy.set_lr(lr)
+        objective = self.config.objective
         sums, norm = MetricSums.zero(self.device), 0.0
-        # None: rejection left no token. No step then: Adam would move the weights on a gradient of zero.
-        counted = self._counted(packs, prox) or []
-        packs = packs if counted else []
-        for index, (pack, (mask, scale)) in enumerate(zip(packs, counted, strict=True)):
-            self.engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
-            logp, entropy = packed_logprobs(self.engine, pack, self.config.sampling.temperature)
-            tokens = Tokens(
-                logp=logp,
-                prox_logp=prox[index] if prox else logp.detach(),
-                behav_logp=self._tensor(pack.behav_logp).to(logp.dtype),
-                advantage=self._tensor(pack.advantage).to(logp.dtype),
-                mask=mask,
-                sequence_index=self._tensor(pack.sequence_index).long(),
-                scale=scale.to(logp.dtype),
-                entropy=entropy,
+        # Empty where rejection left no token. No step then: Adam would move the weights on a gradient of zero.
+        counted = self._counted(packs, prox)
+        for index, (mask, scale) in enumerate(counted):
+            logp, entropy = packed_logprobs(
+                self.engine,
+                packs[index],
+                self.config.sampling.temperature,
+                entropy_gradient=objective.entropy_bonus > 0,
             )
-            result = policy_loss(tokens, self.config.objective)
-            # DeepSpeed averages gradients over ranks; the loss is a sum over them.
-            self.engine.backward(result.loss * dist.get_world_size(), scale_wrt_gas=False)
+            tokens = self._tokens(packs[index], logp, entropy, mask, scale, prox[index] if prox else None)
+            result = policy_loss(tokens, objective, reference[index] if reference else None)
             sums = sums + result.sums
-            if index == len(packs) - 1:
-                norm = self._finish_step()
-            else:
-                self.engine.step()
+            norm = self.policy.backward(result.loss, last=index == len(counted) - 1) or 0.0
+        if nonfinite := not math.isfinite(norm):
+            sums, norm = MetricSums.zero(self.device), 0.0
         dist.all_reduce(sums.added)
         dist.all_reduce(sums.peaks, op=dist.ReduceOp.MAX)
         return UpdateResult(
-            metrics=sums.finish(self.config.objective.correction.cap),
+            metrics=sums.finish(objective.correction.cap),
             grad_norm=norm,
             lr=lr,
             seconds=time.monotonic() - started,
+            nonfinite=nonfinite,
         )
 
-    def _finish_step(self) -> float:
-        """The optimizer's step; returns the gradient's norm before clipping, over all parameters and ranks."""
-        norm = 0.0
-        if self.config.learner.zero_stage == 0:  # DeepSpeed reports none then; gradients are whole on every rank
-            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-        self.engine.step()
-        return norm or float(self.engine.get_global_grad_norm() or 0.0)
+    def _tokens(
+        self,
+        pack: Packed,
+        logp: torch.Tensor,
+        entropy: torch.Tensor,
+        mask: torch.Tensor,
+        scale: torch.Tensor,
+        prox: torch.Tensor | None,
+    ) -> Tokens:
+        behav = self._tensor(pack.behav_logp).to(logp.dtype)
+        if prox is None:
+            prox = logp.detach()
+            if self.config.objective.correction.proximal == "interpolated":
+                prox = interpolated_proximal(logp, behav, self._tensor(pack.staleness))
+        return Tokens(
+            logp=logp,
+            prox_logp=prox,
+            behav_logp=behav,
+            advantage=self._tensor(pack.advantage).to(logp.dtype),
+            mask=mask,
+            sequence_index=self._tensor(pack.sequence_index).long(),
+            scale=scale.to(logp.dtype),
+            entropy=entropy,
+        )
 
     def _counted(
         self, packs: Sequence[Packed], prox: Sequence[torch.Tensor] | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Mask and scale of every pack's tokens; what rejection masks leaves N, over all ranks. None: N is 0."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Mask and scale of every pack's tokens; what rejection masks leaves N, over all ranks. Empty: N is 0."""
         correction = self.config.objective.correction
         if prox is None or (correction.token_mask is None and correction.sequence_mask is None):
             return [(self._tensor(pack.mask), self._tensor(pack.scale)) for pack in packs]
@@ -176,7 +197,7 @@ class Trainer:
         tokens = self._tensor(surviving_tokens(packs, [mask.cpu().numpy() for mask in masks]))
         dist.all_reduce(tokens)
         if not tokens.any():
-            return None
+            return []
         scale = self._tensor(
             sequence_scale(tokens.cpu().numpy(), packs[0].prompt_of_sequence, self.config.objective.aggregation)
         )
@@ -199,8 +220,10 @@ class Trainer:
                 yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
-        """Write `model/` and `deepspeed/` into `folder`. Every rank takes part."""
+        """Write `model/`, `deepspeed/` and, with a critic, `critic/` into `folder`. Every rank takes part."""
         self.engine.save_checkpoint(str(folder / "deepspeed"), tag="state")
+        if self.critic is not None:
+            self.critic.save(folder)
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights()}
         if dist.get_rank() == 0:
             self.engine.module.save_pretrained(folder / "model", state_dict=state)
@@ -208,6 +231,11 @@ class Trainer:
         dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, at the same number of ranks."""
-        self.engine.load_checkpoint(str(folder / "deepspeed"), tag="state")
+        """Load what `save` wrote, at the same number of ranks.
 
+        Raises:
+            ConfigError: there is a critic and the checkpoint was made without.
+        """
+        if self.critic is not None:
+            self.critic.load(folder)
+        self.engine.load_checkpoint(str(folder / "deepspeed"), tag="state")

@@ -51,7 +51,7 @@ def step(reporter: Reporter, gap: float = 0.0, staleness: tuple[tuple[int, int],
     """Report a step whose batch has no groups but the given ages."""
     counts = Counts(groups=4, staleness=staleness, trained_tokens=8)
     empty: Step = build_step([], reporter._config, 0)
-    metrics: Metrics = replace(MetricSums.zero().finish(2.0), probability_gap=gap)
+    metrics: Metrics = replace(MetricSums.zero().finish(2.0), tokens=8, probability_gap=gap)
     result = UpdateResult(metrics, grad_norm=1.0, lr=1e-3, seconds=0.1)
     reporter.step(1, Batch((), 0.0), [replace(empty, counts=counts)], [result], 0.0, 0.0)
 

@@ -1,10 +1,16 @@
-"""One optimizer update on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT`."""
+"""Optimizer updates on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT`.
+
+One plain update; one that must be left out because a log-probability is NaN; then two batches of two updates with every
+option of the objective, by a second trainer.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +19,23 @@ import torch.distributed as dist
 from common.config import Config
 from common.trajectory import Group, Response, VersionRun
 from learner import ranks
-from learner.batch import build_step
-from learner.packing import plan
+from learner.batch import build_step, split_groups
+from learner.critic import Critic
+from learner.packing import Packed, plan
 from learner.trainer import Trainer
 
+OPTIONS = {
+    "kl_coefficient": 0.1,
+    "entropy_bonus": 0.01,
+    "advantage": {"type": "gae", "value_clip": 0.2, "optimizer": {"lr": 1e-2}},
+}
 
-def config(model: str, stage: int, tokens: int) -> Config:
+
+def learner(stage: int, tokens: int) -> dict[str, Any]:
+    return {"dtype": "float32", "zero_stage": stage, "micro_batch_tokens": tokens, "groups_per_step": 4}
+
+
+def config(model: str, stage: int, tokens: int, **sections: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "trainer"},
@@ -26,7 +43,8 @@ def config(model: str, stage: int, tokens: int) -> Config:
             "prompts": {"type": "reasoning_gym", "task": "chain_sum"},
             "reward": {"type": "reasoning_gym"},
             "sampling": {"group_size": 4, "max_prompt_tokens": 16, "max_response_tokens": 24},
-            "learner": {"dtype": "float32", "zero_stage": stage, "micro_batch_tokens": tokens, "groups_per_step": 4},
+            "learner": learner(stage, tokens),
+            **sections,
         }
     )
 
@@ -60,6 +78,59 @@ def groups() -> list[Group]:
     ]
 
 
+def all_weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in trainer.weights()])
+
+
+def nonfinite(trainer: Trainer, packs: list[Packed]) -> dict[str, Any]:
+    """An update with one NaN on one rank, and a good one after it."""
+    before = all_weights(trainer)
+    poisoned = list(packs)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        poisoned[0] = replace(packs[0], behav_logp=np.full_like(packs[0].behav_logp, np.nan))
+    result = trainer.update(poisoned, None, lr=1e-3)
+    kept = torch.equal(before, all_weights(trainer))
+    good = trainer.update(packs, None, lr=1e-3)
+    moved = not torch.equal(before, all_weights(trainer))
+    return {
+        "skipped": result.nonfinite and kept and result.metrics.tokens == 0,
+        "resumed": not good.nonfinite and moved and good.grad_norm > 0,
+    }
+
+
+@torch.no_grad()
+def values(critic: Critic, pack: Packed) -> torch.Tensor:
+    return critic.values(pack)
+
+
+def with_options(settings: Config, folder: Path) -> list[dict[str, Any]]:
+    """Metrics of every update; the reference is moved away from the policy first, so that its KL is not zero."""
+    trainer = Trainer(settings)
+    assert trainer.reference is not None and trainer.critic is not None
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in trainer.reference.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    steps = [build_step(part, settings, policy_version=0) for part in split_groups(groups(), 2)]
+    updates = [
+        plan(step, dist.get_world_size(), settings.learner.micro_batch_tokens)[dist.get_rank()] for step in steps
+    ]
+    records = []
+    for batch in (1, 2):
+        for result in trainer.train(updates, batch):
+            assert result.critic is not None
+            records.append({**asdict(result.metrics), "grad_norm": result.grad_norm, **asdict(result.critic)})
+    # What a checkpoint holds of the critic comes back.
+    trainer.save(folder)
+    saved = values(trainer.critic, updates[0][0])
+    trainer.train(updates, 3)
+    moved = values(trainer.critic, updates[0][0])
+    trainer.load(folder)
+    loaded = values(trainer.critic, updates[0][0])
+    records[-1]["restored"] = torch.equal(saved, loaded) and (len(saved) == 0 or not torch.equal(saved, moved))
+    return records
+
+
 def main() -> None:
     model, stage, tokens, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     settings = config(model, stage, tokens)
@@ -68,10 +139,16 @@ def main() -> None:
     step = build_step(groups(), settings, policy_version=0)
     packs = plan(step, dist.get_world_size(), tokens)[dist.get_rank()]
     result = trainer.update(packs, None, lr=1e-3)
-    weights = torch.cat([tensor.flatten().clone() for _, tensor in trainer.weights()])
+    weights = all_weights(trainer)
+    nan = nonfinite(trainer, packs)
+    optional = []
+    if stage in (1, 3) or dist.get_world_size() == 1:  # what the other stages do differently, the plain update shows
+        two = {**learner(stage, tokens), "updates_per_batch": 2}
+        optional = with_options(config(model, stage, tokens, objective=OPTIONS, learner=two), out.with_suffix(""))
     if dist.get_rank() == 0:
         np.save(out.with_suffix(".npy"), weights.numpy())
         record = {"grad_norm": result.grad_norm, "loss": result.metrics.loss, "tokens": result.metrics.tokens}
+        record |= {"nonfinite": nan, "optional": optional}
         out.write_text(json.dumps({**record, "micro_batches": len(packs)}))
     dist.destroy_process_group()
 

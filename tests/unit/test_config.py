@@ -129,3 +129,25 @@ def test_config_json_dump_loads_to_an_equal_config() -> None:
         )
     )
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_interpolated_proximal_only_with_decoupled_and_without_masks() -> None:
+    for correction in ({"mode": "bypass"}, {"mode": "none"}, {"token_mask": [0.5, 2.0]}, {"sequence_mask": [0.5, 2.0]}):
+        message = refuse(objective={"correction": {"proximal": "interpolated", **correction}})
+        assert "objective.correction" in message and "use" in message and "'recomputed'" in message.replace("\n", "")
+    Config.model_validate(tree(objective={"correction": {"proximal": "interpolated"}}))
+
+
+def test_reference_that_nothing_reads_refused() -> None:
+    assert "kl_coefficient is 0" in refuse(objective={"reference": "models/tiny"})
+    Config.model_validate(tree(objective={"reference": "models/tiny", "kl_coefficient": 0.01}))
+
+
+def test_gae_has_defaults_of_its_own_and_keeps_them_in_part() -> None:
+    advantage = Config.model_validate(
+        tree(objective={"advantage": {"type": "gae", "optimizer": {"warmup_steps": 3}}})
+    ).objective.advantage
+    assert advantage.type == "gae"
+    assert (advantage.gamma, advantage.gae_lambda, advantage.value_clip, advantage.whiten) == (1.0, 0.95, 0.5, True)
+    assert (advantage.optimizer.lr, advantage.optimizer.warmup_steps) == (1e-5, 3)
+    assert "gamma" in refuse(objective={"advantage": {"type": "gae", "gamma": 1.5}})

@@ -1,0 +1,95 @@
+"""The models a rank holds: the policy, the frozen reference, and the critic on a copy of the policy's body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.config import Config
+from common.errors import ConfigError
+from learner.logprobs import check_packable, float32_head
+
+
+def causal_model(config: Config, path: str) -> Any:
+    """A Hugging Face causal language model in the learner's dtype, ready for packed rows, on the CPU.
+
+    Raises:
+        ConfigError: packed rows would change what the model computes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, config.learner.dtype),
+        attn_implementation="sdpa",  # takes the block mask of a packed row
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
+    if config.learner.dtype != "float32":
+        float32_head(model)
+    return model
+
+
+def policy_model(config: Config) -> Any:
+    """The model to train."""
+    model = causal_model(config, config.model.path)
+    model.train()
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def reference_model(config: Config, policy: Any, device: torch.device) -> nn.Module:
+    """The frozen model of `objective.reference`, whole on every rank.
+
+    Raises:
+        ConfigError: its vocabulary is another than the policy's.
+    """
+    path = config.objective.reference or config.model.path
+    model = causal_model(config, path)
+    theirs, ours = model.config.vocab_size, policy.config.vocab_size
+    if theirs != ours:
+        raise ConfigError(
+            f"objective.reference: {path!r} has a vocabulary of {theirs}, model.path one of {ours}; use a model with "
+            "the policy's tokenizer"
+        )
+    frozen: nn.Module = model.eval().requires_grad_(False).to(device)
+    return frozen
+
+
+class ValueHead(nn.Module):
+    """One number per hidden state, in float32 (or float64) whatever the weights' type; zero at the start."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, width) -> (tokens,)."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))[:, 0]
+
+
+class CriticModel(nn.Module):
+    """The body of a causal language model with a value head in place of the language model's."""
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.body = causal.base_model
+        self.head = ValueHead(causal.config.get_text_config().hidden_size, next(causal.parameters()).dtype)
+
+    def forward(self, predict_from: Tensor, **row: Any) -> Tensor:
+        """Values at the positions `predict_from` of one packed row: V of the state that predicts each target, (R,)."""
+        hidden = self.body(**row).last_hidden_state[0]
+        return self.head(hidden[predict_from])
+
+
+def critic_model(config: Config) -> CriticModel:
+    """A critic that starts from the policy's starting model and values everything 0."""
+    causal = causal_model(config, config.model.path)
+    if config.learner.gradient_checkpointing:
+        causal.gradient_checkpointing_enable()
+    return CriticModel(causal).train()
