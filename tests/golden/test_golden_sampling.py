@@ -93,6 +93,8 @@ class Fleet:
 
     def serve(self, prompts: Sequence[tuple[str, Sequence[int]]]) -> int:
         """Answer `prompts`, each with its responses' correctness; returns how many groups qualified."""
+        if not prompts:  # a surplus may need none to fill up
+            return 0
         ids = np.array([1, 2], dtype=np.int32)
         position = self.broker.position()
         assert self.broker.release([Prompt(uid, ids, "text") for uid, _ in prompts], position)
