@@ -8,7 +8,6 @@ without targets, so that collectives line up); every sequence with an unmasked t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from common.errors import HeadraceError, WireError
 from common.wire import pack, unpack
+from learner.balance import EFFORT, deal, fills, longest_first, spread
 from learner.batch import BoolArray, Float64Array, Int64Array, Step, TrainGroup, TrainSequence
 
 # Cost of a row of T tokens: T^2 for attention, whose dense mask spans the row, and T times this for the rest. About
@@ -108,6 +108,7 @@ def plan(step: Step, ranks: int, micro_batch_tokens: int) -> list[list[Packed]]:
 
     Whole groups share their prompt best but balance worst, so groups are cut at several sizes (halves of the limit, and
     on) and the plan whose slowest ranks cost least in sum is taken; a repeated prompt counts as the tokens it costs.
+    Rows are dealt longest first; at the best size a search tries to do better.
 
     Raises:
         HeadraceError: one prompt with its longest response exceeds `micro_batch_tokens`.
@@ -118,19 +119,24 @@ def plan(step: Step, ranks: int, micro_batch_tokens: int) -> list[list[Packed]]:
             f"a prompt with one response has {longest} tokens, more than learner.micro_batch_tokens "
             f"({micro_batch_tokens}); use at least {longest}"
         )
-    best: list[list[list[_Part]]] = []
-    best_cost = float("inf")
-    size = micro_batch_tokens
-    while best_cost == float("inf") or size >= longest:
-        parts = [part for group in step.groups for part in _cut(step, group, max(size, longest))]
-        bins = assign([part.tokens for part in parts], ranks, micro_batch_tokens)
-        rows = [[_merge([parts[i] for i in row]) for row in lock_step] for lock_step in bins]
-        cost = sum(max(row_cost(sum(part.tokens for part in row)) for row in lock_step) for lock_step in rows)
-        if cost < best_cost:
-            best, best_cost = rows, cost
-        size //= 2
+    sizes = [micro_batch_tokens]
+    while sizes[-1] // 2 >= longest:
+        sizes.append(sizes[-1] // 2)
+    plans = {size: _cut_and_assign(step, size, ranks, micro_batch_tokens, 0) for size in sizes}
+    size = min(sizes, key=lambda size: plans[size][0])
+    best = min(plans[size], _cut_and_assign(step, size, ranks, micro_batch_tokens, EFFORT), key=lambda plan: plan[0])[1]
     prompts = step.prompt_of_sequence.astype(np.int32)
     return [[_pack_row(step, lock_step[rank], prompts) for lock_step in best] for rank in range(ranks)]
+
+
+def _cut_and_assign(
+    step: Step, size: int, ranks: int, limit: int, effort: int
+) -> tuple[float, list[list[list[_Part]]]]:
+    """Cost of the slowest ranks, and the parts of every row of every lock-step, with groups cut at `size`."""
+    parts = [part for group in step.groups for part in _cut(step, group, size)]
+    bins = assign([part.tokens for part in parts], ranks, limit, effort)
+    rows = [[_merge([parts[i] for i in row]) for row in lock_step] for lock_step in bins]
+    return sum(max(row_cost(sum(part.tokens for part in row)) for row in lock_step) for lock_step in rows), rows
 
 
 def row_cost(tokens: int) -> float:
@@ -138,36 +144,24 @@ def row_cost(tokens: int) -> float:
     return LINEAR_COST * tokens + float(tokens) ** 2
 
 
-def assign(sizes: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]]:
-    """Longest first, each into the emptiest bin; then bins in order of their fill, dealt a rank's worth at a time.
+def assign(sizes: Sequence[int], ranks: int, limit: int, effort: int = EFFORT) -> list[list[list[int]]]:
+    """Items spread over all bins; then bins in order of their fill, dealt a rank's worth at a time.
 
     Args:
         sizes: tokens of every item, none above `limit`.
         ranks: bins that run in lock-step.
         limit: tokens a bin may hold; hard.
+        effort: of the search (`learner.balance.spread`).
 
     Returns:
-        lock-steps, each of `ranks` bins, each a list of item indices; as few lock-steps as this rule can do with.
+        lock-steps, each of `ranks` bins, each a list of item indices; as few lock-steps as longest-first fits into.
     """
-    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-    lock_steps = max(1, -(-sum(sizes) // (limit * ranks)))
-    while (bins := _fill(order, sizes, lock_steps * ranks, limit)) is None:
+    order, lock_steps = longest_first(sizes), max(1, -(-sum(sizes) // (limit * ranks)))
+    while max(fills(deal(order, sizes, lock_steps * ranks), sizes)) > limit:
         lock_steps += 1
+    bins = spread(sizes, lock_steps * ranks, effort)
     bins.sort(key=lambda items: -sum(sizes[item] for item in items))
     return [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
-
-
-def _fill(order: Sequence[int], sizes: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
-    """`count` bins, or None where an item does not even fit into the emptiest."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for item in order:
-        filled, index = heap[0]
-        if filled + sizes[item] > limit:
-            return None
-        bins[index].append(item)
-        heapq.heapreplace(heap, (filled + sizes[item], index))
-    return bins
 
 
 @dataclass(frozen=True)
@@ -192,7 +186,7 @@ def _cut(step: Step, group: TrainGroup, size: int) -> list[_Part]:
     sequences = _trained(step, group)
     if not sequences:
         return []
-    bins = assign([sequence.tokens for sequence in sequences], 1, size - len(group.prompt_ids))
+    bins = assign([sequence.tokens for sequence in sequences], 1, size - len(group.prompt_ids), effort=0)
     return [_Part(group, tuple(sequences[i] for i in sorted(items))) for [items] in bins if items]
 
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from broker import Broker, Server
 from common.config import BrokerConfig, Config
 
 MakeConfig = Callable[..., Config]
+
+# On a busy machine one example out of hundreds takes longer than any deadline; pytest's timeout catches what hangs.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

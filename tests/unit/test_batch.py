@@ -45,6 +45,15 @@ def test_step_tokens_from_a_lost_future_are_as_far_off_as_old_ones(rng: np.rando
     assert step.groups[0].sequences[0].mask.tolist() == [True, True, False, False]
 
 
+def test_step_versions_that_fall_judged_token_by_token(rng: np.random.Generator) -> None:
+    group = group_of(make_response(rng, 6, 1.0, [(8, 0), (9, 2), (5, 4)]), make_response(rng, 2, -1.0, [(8, 0)]))
+    step = build_step([group], make_config(staleness={"max_staleness": 2}), policy_version=7)
+    assert step.groups[0].sequences[0].versions.tolist() == [8, 8, 9, 9, 5, 5]
+    assert step.counts.staleness == ((1, 4), (2, 4))
+    step = build_step([group], make_config(staleness={"max_staleness": 1}), policy_version=8)
+    assert step.groups[0].sequences[0].mask.tolist() == [True] * 4 + [False] * 2
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_overlong_filter_truncated_response_leaves_loss_but_not_advantages(rng: np.random.Generator, on: bool) -> None:
     responses = [make_response(rng, 3, 1.0), make_response(rng, 5, -1.0, finish="length"), make_response(rng, 2, 0.5)]

@@ -75,6 +75,40 @@ def test_loss_log_ratios_of_ten_thousand_finite_with_bounded_gradient(
     assert all(np.isfinite(value) for value in vars(result.sums.finish(2.0)).values())
 
 
+LOGP = st.floats(-(2.0**127), 0, width=32) | st.floats(-30, 0, width=32)  # as far as finite float32 reaches
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(LOGP, LOGP, LOGP, st.floats(-4, 4, width=32)), min_size=1, max_size=8),
+    sequences=st.integers(1, 3),
+    mode=st.sampled_from(MODES),
+    ratio=st.sampled_from(["token", "gspo"]),
+    level=st.sampled_from(["token", "sequence"]),
+)
+def test_loss_any_finite_log_probabilities_finite_with_bounded_gradient(
+    rows: list[tuple[float, float, float, float]], sequences: int, mode: str, ratio: str, level: str
+) -> None:
+    logp, prox, behav, advantage = torch.tensor(rows, dtype=torch.float32).T.contiguous()
+    index = torch.arange(len(rows)) * sequences // len(rows)
+    tokens = Tokens(
+        logp=logp.clone().requires_grad_(),
+        prox_logp=prox,
+        behav_logp=behav,
+        advantage=advantage,
+        mask=torch.ones(len(rows), dtype=torch.bool),
+        sequence_index=index,
+        scale=torch.full((len(rows),), 1 / len(rows)),
+        entropy=torch.zeros(len(rows)),
+    )
+    result = policy_loss(tokens, make_objective(mode, ratio=ratio, correction={"level": level}))
+    result.loss.backward()
+    assert torch.isfinite(result.loss)
+    assert tokens.logp.grad is not None
+    # |A| is at most 4, r where it is not clipped at most 10 (dual clip), w at most 2; gspo spreads one r over its row
+    assert tokens.logp.grad.abs().max() <= 4.0 * 10.0 * 2.0
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_loss_masked_tokens_hold_nan_contribute_exactly_zero(mode: str, ratio: str) -> None:
