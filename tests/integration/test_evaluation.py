@@ -287,7 +287,9 @@ def test_round_open_at_the_end_is_reported_incomplete_and_forgotten(
     assert "evaluation at version 0: 1 of 3 prompts answered, and no more will be: incomplete" in caplog.text
     assert broker.evaluation().open is None and records(config) == []
     assert not broker.answer_evaluation(held.entry_id, answers(held))
-    assert not broker._client.exists(broker.keys.answers)
+    assert not broker._client.exists(broker.keys.answers) and not broker._client.xlen(broker.keys.eval)
+    assert broker.begin_evaluation(0, [found.prompt for found in (late, held)]) == "over"
+    assert broker.lease_evaluation("g1", 0) is None
 
 
 def test_service_evaluates_before_the_first_version_and_every_n(make_config: MakeConfig, tiny_model: Any) -> None:
