@@ -1,7 +1,7 @@
 """Everything that talks to Redis: streams, leases, the release budget, the ledger, membership, control messages."""
 
 from broker.link import BrokerFullError
-from broker.records import DeadLetter, Delivery, Lease, Ledger, Member, Queues
+from broker.records import DeadLetter, Delivery, EvalLease, Lease, Ledger, Member, Queues
 from broker.server import Server
 from broker.sources import Counts, Source, Sourced, open_source
 from broker.store import Broker
@@ -12,6 +12,7 @@ __all__ = [
     "Counts",
     "DeadLetter",
     "Delivery",
+    "EvalLease",
     "Lease",
     "Ledger",
     "Member",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from broker.link import Endpoint, endpoint
-from broker.records import DeadLetter, Ledger, Member, Queues
+from broker.records import DeadLetter, EvalState, Ledger, Member, Queues
 from broker.server import Server
 from broker.store import Broker
 from common.config import Config
@@ -64,7 +64,13 @@ def equation(ledger: Ledger) -> str:
 
 
 def overview(
-    run_id: str, version: int, queues: Queues, ledger: Ledger, members: list[Member], dead: list[DeadLetter]
+    run_id: str,
+    version: int,
+    queues: Queues,
+    ledger: Ledger,
+    members: list[Member],
+    dead: list[DeadLetter],
+    evaluation: EvalState,
 ) -> str:
     """What `headrace status` prints."""
     lines = [
@@ -72,6 +78,7 @@ def overview(
         f"prompts   {queues.prompts_waiting} waiting, {queues.prompts_leased} leased",
         f"groups    {queues.groups_waiting} waiting, {queues.groups_held} held by the learner, "
         f"{queues.unsettled} trained and not yet in a checkpoint",
+        *(str(each) for each in (evaluation.result, evaluation.open) if each is not None),
         "",
         equation(ledger),
         "",

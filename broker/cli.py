@@ -31,7 +31,13 @@ def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None
     with open_run(resolved) as run:
         typer.echo(
             overview(
-                resolved.run.run_id, run.version(), run.queues(), run.ledger(), run.members(), run.dead_letters()
+                resolved.run.run_id,
+                run.version(),
+                run.queues(),
+                run.ledger(),
+                run.members(),
+                run.dead_letters(),
+                run.evaluation(),
             )
         )
 

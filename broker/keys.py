@@ -14,6 +14,9 @@ slot and one script may touch several of them.
 | unsettled | hash   | group id -> entry id in groups: trained, and in no durable checkpoint yet |
 | closed    | zset   | "entry-id outcome" of leases that ended in the last minutes: sent twice counts once |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
+| eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
+| answers   | hash   | index -> packed answers of the open evaluation round; gone when it ends |
+| rounds    | hash   | open evaluation round: `round`, `prompts`, `started`; `last` one begun or skipped, `result` |
 | control, acks | stream | weight-update messages and their acknowledgements, capped |
 | events    | stream | a line whenever budget was freed or the version changed, capped: what the feeder blocks on |
 """
@@ -38,6 +41,9 @@ class Keys:
         self.unsettled = self.prefix + "unsettled"
         self.closed = self.prefix + "closed"
         self.members = self.prefix + "members"
+        self.eval = self.prefix + "eval"
+        self.answers = self.prefix + "answers"
+        self.rounds = self.prefix + "rounds"
         self.control = self.prefix + "control"
         self.acks = self.prefix + "acks"
         self.events = self.prefix + "events"

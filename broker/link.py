@@ -34,7 +34,8 @@ SOCKET_TIMEOUT_S = 15.0
 MAX_BLOCK_MS = 5000
 
 _SCRIPTS = (
-    "append", "begin", "close", "drop", "heartbeat", "ledger", "reclaim", "release", "renew", "settle", "step", "take",
+    "append", "begin", "close", "drop", "eval_answer", "eval_begin", "eval_end", "eval_lease", "heartbeat", "ledger",
+    "reclaim", "release", "renew", "settle", "step", "take",
 )  # fmt: skip
 
 _T = TypeVar("_T")
@@ -132,7 +133,8 @@ class Link:
         self.url = url
         self._client = client
         self._scripts = {name: client.register_script(_script_text(name)) for name in _SCRIPTS}
-        for stream, group in ((self.keys.prompts, GENERATORS), (self.keys.groups, LEARNER)):
+        k = self.keys
+        for stream, group in ((k.prompts, GENERATORS), (k.eval, GENERATORS), (k.groups, LEARNER)):
             self._create_group(stream, group)
 
     def close(self) -> None:

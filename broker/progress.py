@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from broker.records import Ledger, Member, Queues
+from broker.records import EvalResult, Ledger, Member, Queues
 from broker.store import Broker
 from common.errors import HeadraceError
 
@@ -28,6 +28,7 @@ class Snapshot:
     ledger: Ledger
     queues: Queues
     generators: tuple[Member, ...]
+    evaluation: EvalResult | None = None
 
     @property
     def waiting_groups(self) -> int:
@@ -56,7 +57,8 @@ class Observer:
             try:
                 broker = broker or self._connect()
                 generators = tuple(broker.members("generator"))
-                self.latest = Snapshot(broker.version(), broker.ledger(), broker.queues(), generators)
+                result = broker.evaluation().result
+                self.latest = Snapshot(broker.version(), broker.ledger(), broker.queues(), generators, result)
             except HeadraceError:  # shown as a display that stands still; the members say what is wrong
                 continue
         if broker is not None:
@@ -128,6 +130,9 @@ class Progress:
                 ("outstanding", str(snapshot.ledger.outstanding)),
                 ("generators", f"{serving}/{self._generators}"),
             ]
+            if (result := snapshot.evaluation) is not None:
+                value = result.reward_mean if result.accuracy is None else result.accuracy
+                cells.append(("eval", f"{'-' if value is None else format(value, '.3f')} at {result.version}"))
         return cells
 
     def _table(self) -> Table:

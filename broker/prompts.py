@@ -94,15 +94,21 @@ class PromptQueue(Link):
         self._close(consumer, entry_id, "retried", prompt.group_id, wire.encode_prompt(prompt))
 
     def reclaim(self) -> list[tuple[str, str]]:
-        """Take back leases that were not renewed for `lease_ttl_s`, or whose holder is not a living member.
+        """Take back leases that were not renewed for `lease_ttl_s`, or whose holder is not a living member; those of
+        evaluation prompts too.
 
         Returns:
-            Entry id (gone now) and consumer of each lease taken back, at most 128 a call.
+            Entry id (gone now) and consumer of each lease taken back, at most 128 a stream and call.
         """
         broker = self.config.broker
         ttls = [_ms(broker.lease_ttl_s), _ms(broker.member_ttl_s)]
-        taken = self._run("reclaim", [self.keys.prompts, self.keys.members], [GENERATORS, *ttls, _RECLAIM_LIMIT])
-        return [(entry_id.decode(), consumer.decode()) for entry_id, consumer in taken]
+        return [
+            (entry_id.decode(), consumer.decode())
+            for stream in (self.keys.prompts, self.keys.eval)
+            for entry_id, consumer in self._run(
+                "reclaim", [stream, self.keys.members], [GENERATORS, *ttls, _RECLAIM_LIMIT]
+            )
+        ]
 
     def _close(
         self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = ""

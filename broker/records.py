@@ -86,6 +86,75 @@ class DeadLetter:
 
 
 @dataclass(frozen=True)
+class EvalLease:
+    """A prompt of the evaluation round that began at policy `version`, held by one generator."""
+
+    entry_id: str
+    version: int
+    index: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class EvalRound:
+    """The open evaluation round: `answered` of `prompts`, `seconds` after its beginning."""
+
+    version: int
+    prompts: int
+    answered: int
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        return self.answered >= self.prompts
+
+    def __str__(self) -> str:
+        return f"evaluation at version {self.version}: {self.answered} of {self.prompts} prompts answered"
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What an evaluation round measured.
+
+    `accuracy` is the mean over prompts of the share of correct answers (avg@samples); None where the reward tells no
+    answer right from wrong. `standard_error` is that of it, else of `reward_mean`, over prompts. Answers the reward
+    failed on are not correct, and counted in `not_scored`; `reward_mean` (None: there is none) is over the others.
+    """
+
+    version: int
+    accuracy: float | None
+    standard_error: float
+    reward_mean: float | None
+    response_length_mean: float
+    truncated_share: float
+    oldest_version: int
+    newest_version: int
+    prompts: int
+    samples: int
+    not_scored: int
+    seconds: float
+
+    def __str__(self) -> str:
+        name, value = ("accuracy", self.accuracy) if self.accuracy is not None else ("reward", self.reward_mean)
+        measured = "nothing scored" if value is None else f"{name} {value:.3f} +- {self.standard_error:.3f}"
+        versions = f"{self.oldest_version}-{self.newest_version}".removeprefix(f"{self.newest_version}-")
+        failures = f", {self.not_scored} not scored" if self.not_scored else ""
+        return (
+            f"evaluation at version {self.version}: {measured} ({self.prompts} prompts x {self.samples}, answered by "
+            f"version{'' if versions.isdigit() else 's'} {versions}{failures}, {self.seconds:.1f} s)"
+        )
+
+
+@dataclass(frozen=True)
+class EvalState:
+    """Where evaluation is: the open round, the version of the round last begun or skipped, the last result."""
+
+    open: EvalRound | None = None
+    last: int | None = None
+    result: EvalResult | None = None
+
+
+@dataclass(frozen=True)
 class Member:
     """A process of the fleet as its last heartbeat described it; `age_s` is how long ago, by the server's clock."""
 

@@ -1,4 +1,4 @@
-"""The broker service: the feeder in a thread, the reclaimer and the service's own heartbeat in the main one.
+"""The broker service: feeder and evaluator in threads, the reclaimer and the service's own heartbeat in the main one.
 
 It ends when the run is finished, or on SIGTERM or SIGINT. It holds nothing that Redis does not, so it may be killed and
 started again at any time.
@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from broker.evaluator import Evaluator
 from broker.feeder import Feeder
 from broker.records import Member
-from broker.sources import open_source
+from broker.sources import load_tokenizer, open_source
 from broker.store import Broker
 from common import log as logging
 from common.config import Config
@@ -37,19 +38,26 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
     broker = Broker.connect(config)
     with _stop_signal(stopping) as stop:
         try:
-            feeder = Feeder(broker, open_source(config.prompts, config), log)
-            _serve(broker, feeder, stop, log)
+            tokenizer = load_tokenizer(config)
+            feeder = Feeder(broker, open_source(config.prompts, config, tokenizer), log)
+            evaluator = None
+            if config.eval is not None and config.eval.every:
+                source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
+                evaluator = Evaluator(broker, config.eval, source, log)
+            _serve(broker, feeder, evaluator, stop, log)
         finally:
             broker.close()
     return 0
 
 
-def _serve(broker: Broker, feeder: Feeder, stop: threading.Event, log: Logger) -> None:
+def _serve(
+    broker: Broker, feeder: Feeder, evaluator: Evaluator | None, stop: threading.Event, log: Logger
+) -> None:
     failures: list[BaseException] = []
 
-    def feed() -> None:
+    def work(run: Callable[[threading.Event], None]) -> None:
         try:
-            feeder.run(stop)
+            run(stop)
         except BaseException as error:  # raised again by the main thread, which ends the process
             failures.append(error)
             stop.set()
@@ -58,8 +66,11 @@ def _serve(broker: Broker, feeder: Feeder, stop: threading.Event, log: Logger) -
     stale = broker.finished()
     member_id = f"broker-{socket.gethostname()}-{os.getpid()}"
     log.info("broker serves from prompt %d on, budget %d groups", broker.position(), broker.config.max_outstanding)
-    thread = threading.Thread(target=feed, name="feeder", daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=work, args=(feeder.run,), name="feeder", daemon=True)]
+    if evaluator is not None:
+        threads.append(threading.Thread(target=work, args=(evaluator.run,), name="evaluator", daemon=True))
+    for thread in threads:
+        thread.start()
     while not stop.is_set():
         _tick(broker, feeder, member_id, log)
         finished = broker.finished()
@@ -69,9 +80,14 @@ def _serve(broker: Broker, feeder: Feeder, stop: threading.Event, log: Logger) -
             break
         stop.wait(broker.config.broker.heartbeat_s)
     stop.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
     if failures:
         raise failures[0]
+    if evaluator is not None:
+        if broker.finished() and not stale:
+            evaluator.finish()
+        evaluator.close()
     broker.leave(member_id)
     log.info("broker stops, %d prompts released by this process", feeder.released)
 

@@ -1,7 +1,8 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
-Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), members and
-messages (`broker.fleet`), and the readings below. Every write is one atomic script that is safe to send twice.
+Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), evaluation rounds
+(`broker.evaluations`), members and messages (`broker.fleet`), and the readings below. Every write is one atomic script
+that is safe to send twice.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from broker.evaluations import Evaluations
 from broker.fleet import Fleet
 from broker.groups import GroupQueue
 from broker.keys import GENERATORS, LEARNER
@@ -20,7 +22,7 @@ from common.config import Config
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
 
-class Broker(PromptQueue, GroupQueue, Fleet):
+class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
     """One run in Redis. From asyncio, call it through `asyncio.to_thread`.
 
     Every method may raise HeadraceError where the server stays unreachable for a minute.

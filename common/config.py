@@ -222,6 +222,9 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     prompts: PromptsConfig
+    every: NonNegativeInt = Field(
+        0, description="Policy versions between evaluations during training, by the same generators; 0: never."
+    )
     limit: PositiveInt = Field(128, description="Prompts taken from the source, from its start.")
     samples: PositiveInt = Field(1, description="Responses per prompt.")
     temperature: float = Field(1.0, ge=0)

@@ -32,16 +32,17 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """TensorBoard scalars under `train/`."""
+    """TensorBoard scalars under `train/`, or another prefix. A folder takes one process: of several that write at once
+    TensorBoard would read but one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "train") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer, self._prefix = SummaryWriter(str(folder)), prefix
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+            self._writer.add_scalar(f"{self._prefix}/{name}", value, step)
         self._writer.flush()
 
     def close(self) -> None:

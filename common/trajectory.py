@@ -83,6 +83,28 @@ class Response:
 
 
 @dataclass(frozen=True)
+class EvalAnswer:
+    """One judged response to an evaluation prompt, `tokens` long, sampled by policies `oldest_version` to
+    `newest_version`. `reward` is None where the reward failed, `correct` also where it cannot tell."""
+
+    tokens: int
+    truncated: bool
+    reward: float | None
+    correct: bool | None
+    oldest_version: int
+    newest_version: int
+
+
+@dataclass(frozen=True)
+class EvalAnswers:
+    """All responses to prompt `index` of the evaluation round of policy `version`; none where vLLM refused it."""
+
+    version: int
+    index: int
+    answers: tuple[EvalAnswer, ...]
+
+
+@dataclass(frozen=True)
 class Group:
     """All responses to one prompt, complete: advantages are computed over it and it is trained or dropped whole."""
 

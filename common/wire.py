@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import WireError
-from common.trajectory import Group, Prompt, Response, VersionRun
+from common.trajectory import EvalAnswer, EvalAnswers, Group, Prompt, Response, VersionRun
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -240,3 +240,48 @@ def _unpack_versions(value: Any, tokens: int, where: str) -> tuple[VersionRun, .
     if not runs or runs[0].start != 0:
         raise WireError(f"{where}: version runs {value!r:.80} do not start at token 0")
     return tuple(runs)
+
+
+def encode_answers(answers: EvalAnswers) -> bytes:
+    packed = [
+        {
+            "tokens": answer.tokens,
+            "truncated": answer.truncated,
+            "reward": answer.reward,
+            "correct": answer.correct,
+            "versions": [answer.oldest_version, answer.newest_version],
+        }
+        for answer in answers.answers
+    ]
+    return pack("answers", {"version": answers.version, "index": answers.index, "answers": packed})
+
+
+def decode_answers(data: bytes) -> EvalAnswers:
+    """Raises WireError where the message is not answers to an evaluation prompt."""
+    message = unpack(data, "answers")
+    index = _count(message, "index", "answers")
+    where = f"answers {index}"
+    answers = _field(message, "answers", list, where)
+    return EvalAnswers(
+        version=_count(message, "version", where),
+        index=index,
+        answers=tuple(_unpack_answer(answer, f"{where}: answer {i}") for i, answer in enumerate(answers)),
+    )
+
+
+def _unpack_answer(value: Any, where: str) -> EvalAnswer:
+    if not isinstance(value, dict):
+        raise WireError(f"{where}: is a {type(value).__name__}; expected a map")
+    versions = value.get("versions")
+    if not (isinstance(versions, list) and len(versions) == 2 and all(type(x) is int for x in versions)):
+        raise WireError(f"{where}: versions are {versions!r:.80}; expected [oldest, newest]")
+    if not 0 <= versions[0] <= versions[1] <= _LARGEST:
+        raise WireError(f"{where}: versions are {versions}; expected 0 <= oldest <= newest")
+    return EvalAnswer(
+        tokens=_count(value, "tokens", where),
+        truncated=_field(value, "truncated", bool, where),
+        reward=None if value.get("reward") is None else _number(value, "reward", where),
+        correct=None if value.get("correct") is None else _field(value, "correct", bool, where),
+        oldest_version=versions[0],
+        newest_version=versions[1],
+    )

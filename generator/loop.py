@@ -24,6 +24,7 @@ from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import Group, Response
 from generator.engine import Engine, Sampled, check_finite
+from generator.live import LiveEvaluation
 from generator.rewards import DataFailure, RewardPool, Score, shape, uninformative
 from generator.updates import WeightReceiver
 
@@ -40,6 +41,9 @@ class Generator:
         self.engine = engine or Engine(config, generator_id)
         self.rewards = RewardPool(config)
         self.receiver = WeightReceiver(self.engine, broker, generator_id, log)
+        self.evaluation: LiveEvaluation | None = None
+        if config.eval is not None and config.eval.every:
+            self.evaluation = LiveEvaluation(config, generator_id, broker, self.engine, self.rewards, log)
         self.draining = asyncio.Event()
         self._in_flight: dict[str, Lease] = {}
         self._started = time.monotonic()
@@ -82,10 +86,12 @@ class Generator:
                 raise error
 
     async def _serve(self) -> None:
-        """Keep `prompts_in_flight` prompts in flight."""
+        """Keep `prompts_in_flight` prompts in flight, one of them at most an evaluation's."""
         await self.receiver.wait_for_version(0)
         slots = asyncio.Semaphore(self.config.generator.prompts_in_flight)
         async with asyncio.TaskGroup() as group:
+            if self.evaluation is not None:
+                group.create_task(self.evaluation.run(slots))
             while True:
                 await slots.acquire()
                 started = time.monotonic()
@@ -158,6 +164,8 @@ class Generator:
             await asyncio.to_thread(self.broker.heartbeat, self._member())
             if self._in_flight:
                 await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
+            if self.evaluation is not None and self.evaluation.held is not None:
+                await asyncio.to_thread(self.broker.renew_evaluation, self.id, self.evaluation.held)
             await asyncio.sleep(self.config.broker.heartbeat_s)
 
     async def _watch(self, heartbeat: asyncio.Task[None]) -> None:
@@ -168,6 +176,8 @@ class Generator:
         state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
+        if self.evaluation is not None:
+            counters["evaluated"] = self.evaluation.answered
         return Member(
             id=self.id,
             role="generator",

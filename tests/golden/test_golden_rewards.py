@@ -33,7 +33,8 @@ def test_strict_rule_scores_every_string_as_the_recipe(case: Case) -> None:
     for text, truth, theirs in zip(case.inputs["texts"], case.inputs["truths"], case.outputs, strict=True):
         found = math_dapo.predicted(text)
         assert ("[INVALID]" if found is None else found) == theirs["pred"], text
-        assert score("Q", [text], {"ground_truth": truth}) == [(theirs["score"], theirs["acc"])], text
+        [verdict] = score("Q", [text], {"ground_truth": truth})
+        assert verdict is not None and verdict[:2] == (theirs["score"], theirs["acc"]), text
 
 
 def rewards(setting: Fields, raw: float) -> list[float]:

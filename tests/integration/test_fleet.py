@@ -48,8 +48,8 @@ def headrace(*arguments: str, mark: str = "", expect: int = 0) -> str:
     return output
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Fleet:
     runs, mark = tmp_path_factory.mktemp("runs"), uuid.uuid4().hex
     output = headrace(
         "up", "examples/tiny.yaml", "--generators", "2", "--learner-ranks", "2", "--max-steps", "20",
-        "--run-id", "fleet", "--set", f"run.dir={runs}", "--set", f"model.path={tiny_model}", mark=mark,
+        "--run-id", "fleet", "--set", f"run.dir={runs}", "--set", f"model.path={tiny_model}",
+        "--set", "eval.every=5", "--set", "eval.limit=8", mark=mark,
     )  # fmt: skip
     folder = runs / "fleet"
     return Fleet(folder, output, read_metrics(folder), mark)
@@ -97,6 +98,14 @@ class TestFleet:
         assert 0 < max(record["generator_busy_share"] for record in fleet.metrics) <= 1
         assert all(0 <= record["learner_wait_share"] <= 1 for record in fleet.metrics)
 
+    def test_evaluations_go_on_beside_and_say_which_versions_answered(self, fleet: Fleet) -> None:
+        records = read_metrics(fleet.folder, "eval.jsonl")
+        assert len(records) >= 2 and records[0]["version"] == 0
+        for record in records:
+            assert record["version"] <= record["oldest_version"] <= record["newest_version"] <= 20
+            assert (record["prompts"], record["not_scored"]) == (8, 0)
+            assert 0 <= record["accuracy"] <= 1
+
     def test_learner_agrees_with_sampler_after_every_update(self, fleet: Fleet) -> None:
         """Tokens of the current version are scored alike by both; a broadcast that did not land would show here."""
         fresh = [record["probability_gap"] for record in fleet.metrics if record["staleness_max"] == 0]
@@ -104,7 +113,8 @@ class TestFleet:
 
     def test_every_metric_is_explained_in_the_docs(self, fleet: Fleet) -> None:
         explained = set(re.findall(r"`([a-z0-9_<>]+)`", (ROOT / "docs" / "metrics.md").read_text()))
-        written = {re.sub(r"^staleness_\d+$", "staleness_<n>", key) for record in fleet.metrics for key in record}
+        records = fleet.metrics + read_metrics(fleet.folder, "eval.jsonl")
+        written = {re.sub(r"^staleness_\d+$", "staleness_<n>", key) for record in records for key in record}
         assert written - explained == set()
 
     def test_checkpoint_loads_in_transformers_and_changed(self, fleet: Fleet, tiny_model: Path) -> None:

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import WireError
-from common.trajectory import Group, Prompt, Response, VersionRun
+from common.trajectory import EvalAnswer, EvalAnswers, Group, Prompt, Response, VersionRun
 from common.wire import (
     SCHEMA_VERSION,
+    decode_answers,
     decode_group,
     decode_prompt,
+    encode_answers,
     encode_group,
     encode_prompt,
     pack,
@@ -168,7 +170,7 @@ def a_prompt(**changes: Any) -> bytes:
     return pack("prompt", {**good, **changes})
 
 
-DECODERS: list[Callable[[bytes], Any]] = [decode_prompt, decode_group]
+DECODERS: list[Callable[[bytes], Any]] = [decode_prompt, decode_group, decode_answers]
 
 
 @pytest.mark.parametrize("decode", DECODERS)
@@ -356,3 +358,32 @@ def test_decode_group_of_another_size_than_configured_refused() -> None:
     assert len(decode_group(a_group(), 2).responses) == 2
     with pytest.raises(WireError, match="expected 8"):
         decode_group(a_group(), 8)
+
+
+def test_answers_round_trip_is_exact() -> None:
+    answers = (EvalAnswer(3, True, 0.25, False, 4, 6), EvalAnswer(1, False, None, None, 0, INT64_MAX))
+    for each in (EvalAnswers(4, 7, answers), EvalAnswers(0, 0, ())):
+        assert decode_answers(encode_answers(each)) == each
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": -1},
+        {"truncated": 0},
+        {"reward": float("nan")},
+        {"reward": True},
+        {"correct": 1},
+        {"versions": [3]},
+        {"versions": [4, 3]},
+        {"versions": [-1, 3]},
+        {"versions": [True, 3]},
+        {"versions": [3, 2**63]},
+    ],
+)
+def test_decode_answers_with_one_bad_answer_refused_naming_it(changes: dict[str, Any]) -> None:
+    good = {"tokens": 3, "truncated": False, "reward": 1.0, "correct": None, "versions": [3, 4]}
+    body = {"version": 3, "index": 7}
+    decode_answers(pack("answers", {**body, "answers": [good]}))
+    with pytest.raises(WireError, match=r"^answers 7: answer 1"):
+        decode_answers(pack("answers", {**body, "answers": [good, {**good, **changes}]}))
