@@ -64,8 +64,8 @@ def chain() -> list[Variant]:
 
 def staleness() -> list[Variant]:
     """Every bound with every correction. One large update per batch: there bypass and decoupled differ most, and a
-    version makes a difference."""
-    shared = ("learner.updates_per_batch=1", "learner.optimizer.lr=1.0e-3")
+    version makes a difference. No dynamic sampling: a policy that collapsed would never fill a batch again."""
+    shared = ("learner.updates_per_batch=1", "learner.optimizer.lr=1.0e-3", "sampling.dynamic_sampling=false")
     return [
         Variant(f"{bound} {mode}", (*shared, f"staleness.max_staleness={bound}", f"objective.correction.mode={mode}"))
         for bound, mode in itertools.product((0, 1, 4, 16), ("none", "decoupled", "bypass"))
