@@ -1,11 +1,13 @@
-"""`headrace broker|up|status|audit`."""
+"""`headrace broker|up|status|audit`; `headrace dead` is in `broker.cli_dead`."""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from common import settings
 from common.cli import ConfigPath, Overrides, load_config
@@ -42,16 +44,25 @@ def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None
         )
 
 
-def audit(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:
-    """Print a run's conservation equation, live or finished; exit with 1 where it does not hold."""
-    from broker.audit import equation, open_run
+def audit(
+    config: ConfigPath,
+    run_id: RunId = None,
+    watching: Annotated[bool, typer.Option("--watch", help="Print it anew every second until Ctrl-C.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Print a run's conservation equation and its oldest groups, live or finished; exit with 1 where the equation does
+    not hold (with --watch: did not hold the last time)."""
+    from broker.audit import open_run, report, watch
     from broker.runs import existing_run
 
     resolved = existing_run(settings.load(config, overrides or []), run_id)
     with open_run(resolved) as run:
-        ledger = run.ledger()
-    typer.echo(f"run {resolved.run.run_id}\n{equation(ledger)}")
-    raise typer.Exit(0 if ledger.balanced else 1)
+        if watching:
+            balanced = watch(run, Console(), lambda: time.sleep(1.0))
+        else:
+            text, balanced = report(run)
+            typer.echo(text)
+    raise typer.Exit(0 if balanced else 1)
 
 
 def up(

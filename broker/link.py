@@ -35,7 +35,7 @@ MAX_BLOCK_MS = 5000
 
 _SCRIPTS = (
     "append", "begin", "close", "drop", "eval_answer", "eval_begin", "eval_end", "eval_lease", "heartbeat", "ledger",
-    "reclaim", "release", "renew", "settle", "step", "take",
+    "letter", "oldest", "reclaim", "release", "renew", "settle", "step", "take",
 )  # fmt: skip
 
 _T = TypeVar("_T")

@@ -36,9 +36,12 @@ class PromptQueue(Link):
         """
         if not prompts:
             return True
-        keys, args = self.keys, [value for prompt in prompts for value in (prompt.group_id, wire.encode_prompt(prompt))]
+        k = self.keys
+        args: list[str | bytes | int] = [position]
+        for each in prompts:
+            args += [each.group_id, each.released_version, wire.encode_prompt(each)]
         try:
-            return bool(self._run("release", [keys.prompts, keys.ledger, keys.state], [position, *args]))
+            return bool(self._run("release", [k.prompts, k.ledger, k.state, k.outstanding], args))
         except BrokerFullError as error:
             _log.warning("no prompts released: %s", error)
             return False
@@ -59,7 +62,7 @@ class PromptQueue(Link):
                 leases.append(Lease(entry_id, wire.decode_prompt(fields.get(b"p", b""))))
             except WireError as error:
                 _log.warning("prompt entry %s dead-lettered: %s", entry_id, error)
-                self._close(consumer, entry_id, "dead", "", b"", str(error))
+                self._close(consumer, entry_id, "dead", "", b"", str(error), "damaged")
         return leases
 
     def renew(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
@@ -87,7 +90,7 @@ class PromptQueue(Link):
             self._close(consumer, entry_id, "retried", prompt.group_id, again)
         else:
             _log.warning("prompt %s dead-lettered after %d attempts: %s", prompt.group_id, prompt.attempt + 1, error)
-            self._close(consumer, entry_id, "dead", prompt.group_id, b"", error)
+            self._close(consumer, entry_id, "dead", prompt.group_id, b"", error, "data")
 
     def give_back(self, consumer: str, entry_id: str, prompt: Prompt) -> None:
         """An infrastructure failure, or the generator leaves: released again, the prompt loses nothing."""
@@ -111,11 +114,12 @@ class PromptQueue(Link):
         ]
 
     def _close(
-        self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = ""
+        self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = "", kind: str = ""
     ) -> bool:
         k = self.keys
-        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events]
-        return bool(self._run("close", keys, [GENERATORS, consumer, entry_id, outcome, group_id, payload, error]))
+        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
+        args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind]
+        return bool(self._run("close", keys, args))
 
 
 def _ms(seconds: float) -> int:

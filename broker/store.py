@@ -1,8 +1,8 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
-Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), evaluation rounds
-(`broker.evaluations`), members and messages (`broker.fleet`), and the readings below. Every write is one atomic script
-that is safe to send twice.
+Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
+(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), and the
+readings below. Every write is one atomic script that is safe to send twice.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from broker.deadletters import DeadLetters
 from broker.evaluations import Evaluations
 from broker.fleet import Fleet
 from broker.groups import GroupQueue
 from broker.keys import GENERATORS, LEARNER
 from broker.link import Endpoint, endpoint, open_client
 from broker.prompts import PromptQueue
-from broker.records import DeadLetter, Ledger, Queues
+from broker.records import Ledger, Queues, Unfinished, Whereabouts
 from common.config import Config
 
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
 
-class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
+class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
     """One run in Redis. From asyncio, call it through `asyncio.to_thread`.
 
     Every method may raise HeadraceError where the server stays unreachable for a minute.
@@ -55,7 +56,7 @@ class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
                 for stream, group in ((self.keys.prompts, GENERATORS), (self.keys.groups, LEARNER)):
                     pipe.xlen(stream)
                     pipe.xpending(stream, group)
-                pipe.hlen(self.keys.unsettled)
+                pipe.zcard(self.keys.unsettled)
                 pipe.xlen(self.keys.dead)
                 return pipe.execute()
 
@@ -69,10 +70,25 @@ class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
             dead_letters=dead,
         )
 
-    def dead_letters(self, limit: int = 10) -> list[DeadLetter]:
-        """The newest dead letters, newest first."""
-        entries = self._call(lambda: self._client.xrevrange(self.keys.dead, count=limit))
-        return [
-            DeadLetter(*(values.get(name, b"").decode(errors="replace") for name in (b"g", b"error")))
-            for _, values in entries
-        ]
+    def unfinished(self) -> Unfinished:
+        """The oldest groups that have not ended, and how often those that have not ended expired; of one instant."""
+        k = self.keys
+        keys = [k.prompts, k.groups, k.outstanding, k.unsettled, k.arrived, k.expiries]
+        outstanding, unsettled, flat = self._run("oldest", keys, [GENERATORS, LEARNER])
+        expiries = {name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}
+        return Unfinished(_whereabouts(outstanding), _whereabouts(unsettled, trained=True), expiries)
+
+
+def _whereabouts(reply: list[Any], trained: bool = False) -> Whereabouts | None:
+    if not reply:
+        return None
+    group_id, stream, holder = (value.decode(errors="replace") for value in reply[:3])
+    if trained:
+        place = "trained, and in no durable checkpoint yet"
+    elif stream == "prompts":
+        place = f"leased by {holder}" if holder else "queued prompt"
+    elif stream == "groups":
+        place = f"taken by the learner ({holder})" if holder else "group in the stream"
+    else:
+        place = "LOST: neither among the prompts nor among the groups"
+    return Whereabouts(group_id, place, max(0, int(reply[3])) / 1000)

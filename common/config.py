@@ -184,9 +184,18 @@ class StalenessConfig(Section):
     """How old, in policy versions, a token may be when it enters an optimizer step."""
 
     max_staleness: NonNegativeInt = 2
-    expired_tokens: Literal["mask", "drop"] = Field(
-        "mask", description="mask: tokens that are too old leave the loss; drop: their whole group does."
+    expired_tokens: Literal["mask", "drop", "wait"] = Field(
+        "mask",
+        description="mask: tokens that are too old leave the loss; drop: their whole group goes, and its prompt is "
+        "sampled again; wait: no token gets too old, since the learner waits for the oldest prompts.",
     )
+
+    @property
+    def sampling_lag(self) -> int:
+        """How many versions older than the learner's at a prompt's release the weights may be that begin to sample it.
+
+        None with `wait`: its deadlines count from the release."""
+        return 0 if self.expired_tokens == "wait" else self.max_staleness
 
 
 class LearnerConfig(Section):
@@ -201,6 +210,11 @@ class LearnerConfig(Section):
     max_steps: PositiveInt = 1000
     checkpoint_every: PositiveInt = Field(100, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = 2
+    settle_on: Literal["checkpoint", "step"] = Field(
+        "checkpoint",
+        description="When trained groups leave Redis. checkpoint: when one that contains them is durable; a crash "
+        "trains them again. step: right after their step; a crash loses what the last checkpoint lacks.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     gradient_checkpointing: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")

@@ -118,7 +118,7 @@ class Generator:
 
     async def _sample_and_settle(self, lease: Lease) -> None:
         prompt = lease.prompt
-        await self.receiver.wait_for_version(prompt.released_version - self.config.staleness.max_staleness)
+        await self.receiver.wait_for_version(prompt.released_version - self.config.staleness.sampling_lag)
         samples = await self.engine.sample(lease.entry_id, prompt.token_ids, self.config.sampling.group_size)
         sampled_at = time.time()
         check_finite(samples, prompt.group_id)

@@ -7,7 +7,8 @@ promises:
 - the policy version goes up by one per batch, and weights are on their way to the generators before anything else
   happens after the step;
 - groups are acknowledged to the broker only when a checkpoint that contains their effect is durable, and the
-  checkpoint carries the ids of those that were not yet acknowledged when it was made.
+  checkpoint carries the ids of those that were not yet acknowledged when it was made (`learner.settle_on: checkpoint`;
+  see `learner.settling`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from common.errors import ConfigError
 from common.log import Logger
 from common.metrics import JsonlSink, MetricSink, TensorBoardSink
 from learner import checkpoint, ranks
-from learner.batch import Step, build_step, split_groups
+from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.collector import Batch, Collector
 from learner.packing import Packed, plan
 from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
+from learner.settling import Settling
 from learner.trainer import Trainer, UpdateResult
 
 
@@ -142,7 +144,7 @@ class Learner:
         folder = self.config.run.folder
         sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
         reporter = Reporter(self.config, broker, sinks, self.log)
-        unsettled: list[str] = []
+        settling = Settling(broker, epoch, self.config)
         try:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
@@ -167,12 +169,11 @@ class Learner:
                     self._skip(broker, epoch, batch)
                     continue
                 publish_s = self._publish(publisher)
-                broker.step(epoch, self.version, batch.deliveries)
-                unsettled += [delivery.group.group_id for delivery in batch.deliveries]
+                settling.trained(self.version, batch)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
                 if save:
-                    self._save(broker, epoch, unsettled)
-            self._finish(broker, epoch, publisher, unsettled)
+                    self._save(settling)
+            self._finish(broker, publisher, settling)
         finally:
             collector.close()
             publisher.close()
@@ -189,8 +190,11 @@ class Learner:
                 self.log.error("value loss or its gradient not finite: critic's update left out; its groups: %s", ids)
 
     def _skip(self, broker: Broker, epoch: int, batch: Batch) -> None:
-        self.log.warning("no token of the batch may be trained: step skipped, %d groups expired", len(batch.deliveries))
-        broker.expire(epoch, batch.deliveries)
+        """The batch trained nothing. Groups that hold old tokens are sampled again; the others would be the same."""
+        self.log.warning("the batch trained nothing: step skipped, %d groups expired", len(batch.deliveries))
+        for each in batch.deliveries:
+            old = any_too_old(each.group, self.config, self.version)
+            (broker.expire if old else broker.discard)(epoch, [each])
 
     def _build(self, batch: Batch) -> list[Step]:
         """The optimizer steps of a batch: mini-batches of whole groups; one without a trainable token is left out."""
@@ -210,24 +214,23 @@ class Learner:
         ranks.scatter([share.to_bytes() for share in shares])
         return shares[0]
 
-    def _save(self, broker: Broker, epoch: int, unsettled: list[str]) -> None:
+    def _save(self, settling: Settling) -> None:
         """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
         started = time.monotonic()
         self.trainer.save(checkpoint.partial_for(self.root, self.version))
-        state = checkpoint.State(self.version, dist.get_world_size(), tuple(unsettled))
+        state = checkpoint.State(self.version, dist.get_world_size(), settling.unsettled)
         folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
-        broker.settle(epoch, unsettled)
-        unsettled.clear()
+        settling.saved()
         self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
 
-    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, unsettled: list[str]) -> None:
+    def _finish(self, broker: Broker, publisher: WeightPublisher, settling: Settling) -> None:
         """The last checkpoint; then, if the run is complete, everybody is told."""
-        last = bool(unsettled)
+        last = not settling.durable
         if last:
             checkpoint.prepare(self.root, self.version)
         self._tell([Share("stop", save=last)] * dist.get_world_size())
         if last:
-            self._save(broker, epoch, unsettled)
+            self._save(settling)
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)

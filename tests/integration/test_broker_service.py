@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ def _write(config: Config, tmp_path: Path) -> str:
 
 
 def test_audit_of_a_live_run_prints_the_equation_and_fails_where_it_does_not_hold(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
     broker = Broker.connect(config)
@@ -260,8 +261,13 @@ def test_audit_of_a_live_run_prints_the_equation_and_fails_where_it_does_not_hol
     result = CliRunner().invoke(app, ["audit", path])
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, "balanced")
     assert "+ outstanding                       3" in result.output
+    assert "oldest outstanding group: 000000000, " in result.output
     broker._client.hincrby(broker.keys.ledger, "released", 1)
     result = CliRunner().invoke(app, ["audit", path])
+    assert result.exit_code == 1
+    assert "released is 4, the terms sum to 3" in result.output
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))  # Ctrl-C
+    result = CliRunner().invoke(app, ["audit", path, "--watch"])
     assert result.exit_code == 1
     assert "released is 4, the terms sum to 3" in result.output
     broker.close()
