@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.keys import GENERATORS
-from broker.link import MAX_BLOCK_MS, BrokerFullError, Link, _log
+from broker.link import MAX_BLOCK_MS, Link, _log
+from broker.pressure import BrokerFullError
 from broker.records import FilteredKind, Lease
 from common import wire
 from common.errors import WireError
@@ -39,8 +40,7 @@ class PromptQueue(Link):
         keys, args = self.keys, [value for prompt in prompts for value in (prompt.group_id, wire.encode_prompt(prompt))]
         try:
             return bool(self._run("release", [keys.prompts, keys.ledger, keys.state], [position, *args]))
-        except BrokerFullError as error:
-            _log.warning("no prompts released: %s", error)
+        except BrokerFullError:
             return False
 
     def lease(self, consumer: str, count: int, block_ms: int) -> list[Lease]:
@@ -73,6 +73,9 @@ class PromptQueue(Link):
 
         Returns:
             False: the lease was taken over. The group is discarded and counted as a duplicate.
+
+        Raises:
+            BrokerFullError: the server is at its memory limit; the lease is still held.
         """
         return self._close(consumer, entry_id, "submitted", group.group_id, wire.encode_group(group))
 
@@ -115,7 +118,8 @@ class PromptQueue(Link):
     ) -> bool:
         k = self.keys
         keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events]
-        return bool(self._run("close", keys, [GENERATORS, consumer, entry_id, outcome, group_id, payload, error]))
+        script = "submit" if outcome == "submitted" else "close"
+        return bool(self._run(script, keys, [GENERATORS, consumer, entry_id, outcome, group_id, payload, error]))
 
 
 def _ms(seconds: float) -> int:
