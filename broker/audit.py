@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from broker.link import Endpoint, endpoint
+from broker.clients import Endpoint, endpoint
 from broker.records import DeadLetter, EvalState, Ledger, Member, Queues, Unfinished
 from broker.server import Server
 from broker.store import Broker
@@ -33,9 +33,9 @@ def open_run(config: Config) -> Iterator[Broker]:
         ConfigError: neither.
     """
     try:
-        broker = Broker.connect(config, endpoint(config))
+        broker = Broker.connect(config, endpoint(config), reader=True)
     except ConfigError:
-        if config.broker.url or not (config.run.folder / "redis" / "appendonlydir").is_dir():
+        if config.broker.address or not (config.run.folder / "redis" / "appendonlydir").is_dir():
             raise
     else:
         try:

@@ -1,10 +1,10 @@
-"""`headrace broker|up|status|audit`; `headrace dead` is in `broker.cli_dead`."""
+"""`headrace broker [acl]|up|status|audit`; `headrace dead` is in `broker.cli_dead`."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,11 +17,40 @@ from common.errors import ConfigError
 RunId = Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; by default the newest one.")]
 
 
-def broker(config: ConfigPath, overrides: Overrides = None) -> None:
+class _ServeByDefault(typer.core.TyperGroup):
+    """`headrace broker CONFIG` is `headrace broker serve CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = ["serve", *args]
+        return super().parse_args(ctx, args)
+
+
+broker = typer.Typer(cls=_ServeByDefault, add_completion=False, help="Run the broker service (the default), or acl.")
+
+
+@broker.command()
+def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the broker service: prompt feeder and lease reclaimer."""
     from broker.service import run_service
 
     raise typer.Exit(run_service(load_config(config, overrides)))
+
+
+@broker.command()
+def acl(
+    config: ConfigPath,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Id of the run, or a pattern such as 'gsm8k-*'.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print ACL SETUSER lines for a user per role, each with the least rights, for a server of your own."""
+    from broker.acl import lines
+
+    resolved = settings.load(config, overrides or [])
+    for line in lines(run_id or resolved.run.run_id, resolved.broker.cluster):
+        typer.echo(line)
 
 
 def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:

@@ -6,9 +6,9 @@ and once; forgetting one leaves it counted as dead.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from broker.link import Link
 from broker.records import DeadLetter
@@ -22,15 +22,8 @@ class DeadLetters(Link):
 
     def dead_letters(self, limit: int | None = 10) -> list[DeadLetter]:
         """The newest dead letters, newest first; all that are kept (about 1000) with a `limit` of None."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.time()
-                pipe.xrevrange(self.keys.dead, count=limit)
-                return pipe.execute()
-
-        (seconds, microseconds), entries = self._call(read)
-        now_ms = seconds * 1000 + microseconds // 1000
+        entries = self._call(lambda: self._client.xrevrange(self.keys.dead, count=limit))
+        now_ms = time.time_ns() // 1_000_000
         return [_letter(entry_id.decode(), values, now_ms) for entry_id, values in entries]
 
     def retry_dead(self, letter: DeadLetter) -> bool:

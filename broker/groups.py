@@ -110,14 +110,7 @@ class GroupQueue(Link):
 
     def finish(self) -> None:
         """The run has reached its last step."""
-
-        def write() -> None:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(self.keys.state, "finished", 1)
-                pipe.xadd(self.keys.events, {"e": "finish"}, maxlen=100, approximate=False)
-                pipe.execute()
-
-        self._call(write)
+        self._run("finish", [self.keys.state, self.keys.events], [])
 
     def finished(self) -> bool:
         """Whether the run has reached its last step, and no learner has begun since."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.keys import GENERATORS
-from broker.link import MAX_BLOCK_MS, BrokerFullError, Link, _log
+from broker.link import MAX_BLOCK_MS, Link, _log
+from broker.pressure import BrokerFullError
 from broker.records import FilteredKind, Lease
 from common import wire
 from common.errors import WireError
@@ -42,8 +43,7 @@ class PromptQueue(Link):
             args += [each.group_id, each.released_version, wire.encode_prompt(each)]
         try:
             return bool(self._run("release", [k.prompts, k.ledger, k.state, k.outstanding], args))
-        except BrokerFullError as error:
-            _log.warning("no prompts released: %s", error)
+        except BrokerFullError:
             return False
 
     def lease(self, consumer: str, count: int, block_ms: int) -> list[Lease]:
@@ -76,6 +76,9 @@ class PromptQueue(Link):
 
         Returns:
             False: the lease was taken over. The group is discarded and counted as a duplicate.
+
+        Raises:
+            BrokerFullError: the server is at its memory limit; the lease is still held.
         """
         return self._close(consumer, entry_id, "submitted", group.group_id, wire.encode_group(group))
 
@@ -118,8 +121,9 @@ class PromptQueue(Link):
     ) -> bool:
         k = self.keys
         keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
+        script = "submit" if outcome == "submitted" else "close"
         args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind]
-        return bool(self._run("close", keys, args))
+        return bool(self._run(script, keys, args))
 
 
 def _ms(seconds: float) -> int:

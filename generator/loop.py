@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Coroutine
 
-from broker import Broker, Lease, Member
+from broker import Broker, Lease, Member, until_taken
 from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
@@ -129,7 +129,7 @@ class Generator:
             await asyncio.to_thread(self.broker.filtered, self.id, lease.entry_id, kind)
             return
         group = self._group(lease, samples, scores, sampled_at)
-        if await asyncio.to_thread(self.broker.submit, self.id, lease.entry_id, group):
+        if await until_taken(lambda: self.broker.submit(self.id, lease.entry_id, group)):
             self._counts["groups"] += 1
         else:
             self._counts["duplicates"] += 1
@@ -176,6 +176,7 @@ class Generator:
         state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
+        counters["broker_full_s"] = self.broker.pressure.seconds
         if self.evaluation is not None:
             counters["evaluated"] = self.evaluation.answered
         return Member(

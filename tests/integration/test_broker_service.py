@@ -137,26 +137,6 @@ def test_server_on_a_port_in_use_names_it(tmp_path: Path) -> None:
         assert server.process is not None
 
 
-def test_release_at_the_memory_limit_waits_while_the_rest_works(make_config: MakeConfig, tmp_path: Path) -> None:
-    with Server().start(tmp_path) as server:
-        broker = Broker.connect(make_config(broker={"url": server.url, "password_file": server.password_file}))
-        release(broker, 2)
-        first, second = broker.lease("g1", 2, 0)
-        broker._client.set("ballast", b"x" * (1 << 20))
-        broker._client.config_set("maxmemory", 1 << 20)
-        position = broker.position()
-        assert not broker.release([first.prompt], position)
-        assert broker.position() == position
-        assert broker.submit("g1", first.entry_id, group(first.prompt.group_id))
-        assert broker.filtered("g1", second.entry_id, "wrong")
-        epoch = broker.begin(0, [])
-        taken = broker.take(epoch, 1, 0)
-        broker.step(epoch, 1, taken)
-        assert broker.settle(epoch, ids(taken)) == 1
-        assert broker.ledger().balanced
-        broker.close()
-
-
 # -- service
 
 
