@@ -67,7 +67,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("hset hdel", "state"),
         ("hget hdel", "arrived"),
         ("hincrby hdel", "expiries"),
-        ("zadd zrem zscore zunionstore", "outstanding unsettled"),
+        ("zadd zrem zscore zcount zunionstore", "outstanding unsettled"),
         ("del", "unsettled"),
         ("xadd xrevrange", "control"),
         ("xread xrevrange", "acks"),

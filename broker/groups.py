@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from broker.keys import LEARNER
 from broker.link import MAX_BLOCK_MS, Link, _log
@@ -95,14 +95,8 @@ class GroupQueue(Link):
     def outstanding_until(self, versions: Sequence[int]) -> list[int]:
         """For each of `versions`, how many of the outstanding groups were released at that version or before, wherever
         they are now."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                for version in versions:
-                    pipe.zcount(self.keys.outstanding, "-inf", version)
-                return pipe.execute()
-
-        return [int(count) for count in self._call(read)]
+        count = partial(self._client.zcount, self.keys.outstanding, "-inf")
+        return [int(self._call(partial(count, version))) for version in versions]
 
     def version(self) -> int:
         """The learner's policy version."""
@@ -128,24 +122,17 @@ class GroupQueue(Link):
     def _prompts_of(self, deliveries: Sequence[Delivery]) -> tuple[int, list[bytes]]:
         """The policy version, and the prompt of each group as it is to be released at that version; empty where none
         can be read."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.hget(self.keys.state, "version")
-                for each in deliveries:
-                    pipe.xrange(self.keys.groups, each.entry_id, each.entry_id)
-                return pipe.execute()
-
-        version, *found = self._call(read)
+        version = int(self._call(lambda: self._client.hget(self.keys.state, "version")))
         prompts = []
-        for delivery, entries in zip(deliveries, found, strict=True):
+        for delivery in deliveries:
+            entries = self._call(partial(self._client.xrange, self.keys.groups, delivery.entry_id, delivery.entry_id))
             try:
                 prompt = wire.decode_prompt(entries[0][1].get(b"q", b"") if entries else b"")
-                prompts.append(wire.encode_prompt(replace(prompt, released_version=int(version))))
+                prompts.append(wire.encode_prompt(replace(prompt, released_version=version)))
             except WireError as error:
                 _log.warning("group %s expires for good, its prompt is lost: %s", delivery.group.group_id, error)
                 prompts.append(b"")
-        return int(version), prompts
+        return version, prompts
 
     def _drop(
         self, epoch: int, counter: str, error: str, version: int, entries: Sequence[tuple[str, str, bytes]]
