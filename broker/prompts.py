@@ -27,18 +27,26 @@ class PromptQueue(Link):
         """How many prompts of the source were ever released."""
         return int(self._call(lambda: self._client.hget(self.keys.state, "position")) or 0)
 
-    def release(self, prompts: Sequence[Prompt], position: int) -> bool:
+    def release(self, prompts: Sequence[Prompt], position: int, most_outstanding: int | None = None) -> bool:
         """Release `prompts`, the source's prompts from `position` on, all or none.
+
+        Args:
+            prompts: what to release.
+            position: of the first of them.
+            most_outstanding: groups that may be outstanding afterwards, these included; None: any number.
 
         Returns:
             False: the position is not `position` any more (another feeder, or an earlier copy of this call, released
-            them), or the server is at its memory limit. Nothing was written; read `position()` again.
+            them), there is no budget for all of them, or the server is at its memory limit. Nothing was written; read
+            `position()` and the ledger again.
         """
         if not prompts:
             return True
         keys, args = self.keys, [value for prompt in prompts for value in (prompt.group_id, wire.encode_prompt(prompt))]
         try:
-            return bool(self._run("release", [keys.prompts, keys.ledger, keys.state], [position, *args]))
+            bound = "" if most_outstanding is None else most_outstanding
+            where = [keys.prompts, keys.ledger, keys.state, keys.groups, keys.unsettled]
+            return bool(self._run("release", where, [position, bound, *args]))
         except BrokerFullError as error:
             _log.warning("no prompts released: %s", error)
             return False

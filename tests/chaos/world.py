@@ -168,6 +168,7 @@ class World:
 
     def _ended(self, pid: int, code: int) -> None:
         self._zombies = [zombie for zombie in self._zombies if zombie.pid != pid]
+        self._wakings = [each for each in self._wakings if each[1].pid != pid]
         member = next((each for each in self._members.values() if each.pid == pid), None)
         if code == CRASHED:
             self._note(f"a process crashed, see {self.folder / 'logs'}: {self._last_words(pid, member)}")
@@ -228,7 +229,9 @@ class World:
             while not choice:  # all of them paused: wait for one to wake up
                 self._turn(0.05)
                 choice = [m for m in self._members.values() if m.role == victim and not m.paused]
-            os.kill(self._rng.choice(choice).pid, signal.SIGKILL)
+            member = self._rng.choice(choice)
+            os.kill(member.pid, signal.SIGKILL)
+            self._until(lambda: self._members.get(member.name) is not member, PATIENCE_S)
         self.result.kills[victim] += 1
 
     def _kill_server(self) -> None:
@@ -248,6 +251,7 @@ class World:
 
     def _pause(self) -> None:
         """Stop one for longer than its leases live. A learner or service is replaced meanwhile, and wakes up fenced."""
+        self._turn(0.0)  # not one that has just died
         choice = [member for member in self._members.values() if not member.paused]
         member = self._rng.choice(choice)
         os.kill(member.pid, signal.SIGSTOP)
