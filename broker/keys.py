@@ -12,6 +12,7 @@ slot and one script may touch several of them.
 | state     | hash   | position, version, epoch, finished, and the last take of the learner |
 | arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
 | unsettled | hash   | group id -> entry id in groups: trained, and in no durable checkpoint yet |
+| contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
 | closed    | zset   | "entry-id outcome" of leases that ended in the last minutes: sent twice counts once |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
@@ -39,6 +40,7 @@ class Keys:
         self.state = self.prefix + "state"
         self.arrived = self.prefix + "arrived"
         self.unsettled = self.prefix + "unsettled"
+        self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
         self.members = self.prefix + "members"
         self.eval = self.prefix + "eval"

@@ -122,7 +122,7 @@ class PromptQueue(Link):
         self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = ""
     ) -> bool:
         k = self.keys
-        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events]
+        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.contained]
         return bool(self._run("close", keys, [GENERATORS, consumer, entry_id, outcome, group_id, payload, error]))
 
 

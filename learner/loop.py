@@ -32,6 +32,7 @@ from common.metrics import JsonlSink, MetricSink, TensorBoardSink
 from learner import checkpoint, ranks
 from learner.batch import Step, build_step, split_groups
 from learner.collector import Batch, Collector
+from learner.contained import Contained
 from learner.packing import Packed, plan
 from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
@@ -142,7 +143,7 @@ class Learner:
         folder = self.config.run.folder
         sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
         reporter = Reporter(self.config, broker, sinks, self.log)
-        unsettled: list[str] = []
+        inside = Contained(contained)
         try:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
@@ -168,11 +169,11 @@ class Learner:
                     continue
                 publish_s = self._publish(publisher)
                 broker.step(epoch, self.version, batch.deliveries)
-                unsettled += [delivery.group.group_id for delivery in batch.deliveries]
+                inside.add(delivery.group.group_id for delivery in batch.deliveries)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
                 if save:
-                    self._save(broker, epoch, unsettled)
-            self._finish(broker, epoch, publisher, unsettled)
+                    self._save(broker, epoch, inside)
+            self._finish(broker, epoch, publisher, inside)
         finally:
             collector.close()
             publisher.close()
@@ -210,24 +211,23 @@ class Learner:
         ranks.scatter([share.to_bytes() for share in shares])
         return shares[0]
 
-    def _save(self, broker: Broker, epoch: int, unsettled: list[str]) -> None:
+    def _save(self, broker: Broker, epoch: int, inside: Contained) -> None:
         """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
         started = time.monotonic()
         self.trainer.save(checkpoint.partial_for(self.root, self.version))
-        state = checkpoint.State(self.version, dist.get_world_size(), tuple(unsettled))
+        state = checkpoint.State(self.version, dist.get_world_size(), inside.ids)
         folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
-        broker.settle(epoch, unsettled)
-        unsettled.clear()
+        inside.settle(broker, epoch)
         self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
 
-    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, unsettled: list[str]) -> None:
+    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, inside: Contained) -> None:
         """The last checkpoint; then, if the run is complete, everybody is told."""
-        last = bool(unsettled)
+        last = inside.fresh > 0
         if last:
             checkpoint.prepare(self.root, self.version)
         self._tell([Share("stop", save=last)] * dist.get_world_size())
         if last:
-            self._save(broker, epoch, unsettled)
+            self._save(broker, epoch, inside)
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)

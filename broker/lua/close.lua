@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Ends a lease: the one way a prompt leaves a generator's hands. The entry goes and its outcome is written in one step.
 -- Runs at the memory limit too: it replaces an entry, and refusing a finished group would free nothing.
--- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events
+-- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 contained
 -- ARGV  1 consumer group  2 consumer  3 entry id
 --       4 outcome: submitted | filtered_correct | filtered_wrong | filtered_equal | retried | dead
 --       5 group id ('' where unknown)  6 payload: the group, or the prompt to release again  7 error (dead)
@@ -40,7 +40,11 @@ if outcome == 'retried' then
   redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 'p', ARGV[6])
   return 1
 end
-if outcome == 'submitted' then
+if outcome == 'submitted' and redis.call('ZREM', KEYS[8], group_id or ARGV[5]) == 1 then
+  -- The weights contain it since before this server lost its first submission.
+  redis.call('HINCRBY', KEYS[4], 'trained', 1)
+  redis.call('HINCRBY', KEYS[4], 'settled', 1)
+elseif outcome == 'submitted' then
   local id = redis.call('XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 'p', ARGV[6])
   redis.call('HSET', KEYS[6], group_id or ARGV[5], id)
 elseif outcome == 'dead' then

@@ -28,7 +28,7 @@ import broker.service as service_module
 from broker import Broker, Member
 from common import log as logs
 from common.config import Config
-from common.errors import ConfigError, FencedError
+from common.errors import ConfigError, FencedError, HeadraceError
 from common.trajectory import Int32Array, Prompt, VersionRun
 from common.weightcontrol import STOP, Commit, Form, Update
 from common.weightwire import Parameter
@@ -36,11 +36,13 @@ from generator.engine import Sampled
 from generator.loop import Generator
 from generator.rewards import DataFailure, Score
 from learner import checkpoint
+from learner import contained as contained_module
 from learner.batch import Step, build_step
 from learner.collector import Batch, Collector
+from learner.contained import Contained
 from tests.chaos.prompts import Source, fate, response_tokens, sampling_s
 
-FENCED, NO_SERVER, CRASHED = 10, 11, 1
+FENCED, NO_SERVER, LOST, CRASHED = 10, 11, 12, 1
 
 
 def run(role: str, name: str, spec: dict[str, Any]) -> int:
@@ -54,10 +56,18 @@ def run(role: str, name: str, spec: dict[str, Any]) -> int:
     except ConfigError as error:  # started while the server was down; its supervisor starts it again
         print(error, file=sys.stderr)
         return NO_SERVER
+    except HeadraceError as error:
+        traceback.print_exc()
+        return LOST if spec["power"] and _saw_loss(error) else CRASHED
     except BaseException:
         traceback.print_exc()
         return CRASHED
     return 0
+
+
+def _saw_loss(error: HeadraceError) -> bool:
+    """Whether a learner noticed that the server had lost writes: a step out of turn, or a group delivered twice."""
+    return "LOST writes" in str(error) or "times in one step" in str(error)
 
 
 # --- the broker service
@@ -205,6 +215,7 @@ class LightLearner:
         self._diary = os.open(spec["diary"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.broker = Broker.connect(config)
         self.epoch = self.broker.begin(self.version, contained)
+        self.inside = Contained(contained)
         self._write(event="begin", version=self.version, contained=len(contained))
 
     def run(self) -> None:
@@ -212,7 +223,6 @@ class LightLearner:
         publisher = LightPublisher(self.broker, self.config, self.version)
         threading.Thread(target=self._heartbeat, daemon=True).start()
         collector = Collector(self.broker, self.epoch, self.config)
-        unsettled: list[str] = []
         try:
             while not self._complete() and not self.stopping.is_set():
                 batch = collector.next(self.version, 0.5, self.stopping)
@@ -229,12 +239,12 @@ class LightLearner:
                 publisher.publish(self.version)
                 self._dawdle()
                 self.broker.step(self.epoch, self.version, batch.deliveries)
-                unsettled += [each.group.group_id for each in batch.deliveries]
+                self.inside.add(each.group.group_id for each in batch.deliveries)
                 if save:
-                    self._save(unsettled)
-            if unsettled:
+                    self._save()
+            if self.inside.fresh:
                 checkpoint.prepare(self.root, self.version)
-                self._save(unsettled)
+                self._save()
             if self._complete():
                 self.broker.finish()
                 self.broker.announce(STOP)
@@ -263,14 +273,13 @@ class LightLearner:
         self.weights += [[group_id, self.version] for group_id in ids]
         self._write(event="step", version=self.version, ids=ids, staleness=oldest)
 
-    def _save(self, unsettled: list[str]) -> None:
+    def _save(self) -> None:
         partial = checkpoint.partial_for(self.root, self.version)
         (partial / "weights.json").write_text(json.dumps(self.weights))
         self._dawdle()
-        checkpoint.commit(self.root, checkpoint.State(self.version, 1, tuple(unsettled)), 3)
+        checkpoint.commit(self.root, checkpoint.State(self.version, 1, self.inside.ids), 3)
         self._dawdle()
-        self.broker.settle(self.epoch, unsettled)
-        unsettled.clear()
+        self.inside.settle(self.broker, self.epoch)
 
     def _dawdle(self) -> None:
         """Time for a kill to come in between."""
@@ -288,4 +297,5 @@ class LightLearner:
 
 def learner(config: Config, _name: str, spec: dict[str, Any]) -> None:
     logs.setup(config.run.run_id, "learner")
+    contained_module.DURABLE_S = 2.0
     LightLearner(config, spec).run()

@@ -25,6 +25,7 @@ from tests.chaos.verdict import Verdict, judge, read_diary
 from tests.chaos.watch import Watch
 from tests.chaos.zygote import Zygote
 
+PAUSED = {"generator": 40, "learner": 35, "service": 15, "server": 10}
 VICTIMS = {"generator": 45, "learner": 25, "service": 15, "server": 15}
 LEASE_TTL_S = 1.0
 LAST_VERSIONS = 6
@@ -146,6 +147,7 @@ class World:
         role = name.partition("-")[0]
         spec = {
             "config": self._tree,
+            "power": self.plan.power,
             "median_s": 0.03,
             "train_s": 0.005,
             "target": str(self.folder / "target"),
@@ -225,11 +227,7 @@ class World:
         if victim == "server":
             self._kill_server()
         else:
-            choice = [m for m in self._members.values() if m.role == victim and not m.paused]
-            while not choice:  # all of them paused: wait for one to wake up
-                self._turn(0.05)
-                choice = [m for m in self._members.values() if m.role == victim and not m.paused]
-            member = self._rng.choice(choice)
+            member = self._one_of(victim)
             os.kill(member.pid, signal.SIGKILL)
             self._until(lambda: self._members.get(member.name) is not member, PATIENCE_S)
         self.result.kills[victim] += 1
@@ -251,16 +249,31 @@ class World:
 
     def _pause(self) -> None:
         """Stop one for longer than its leases live. A learner or service is replaced meanwhile, and wakes up fenced."""
+        self.result.pauses += 1
+        role = self._rng.choices(list(PAUSED), list(PAUSED.values()))[0]
+        if role == "server":
+            self._pause_server()
+            return
         self._turn(0.0)  # not one that has just died
-        choice = [member for member in self._members.values() if not member.paused]
-        member = self._rng.choice(choice)
+        member = self._one_of(role)
         os.kill(member.pid, signal.SIGSTOP)
         member.paused = True
         self._wakings.append((time.monotonic() + LEASE_TTL_S * self._rng.uniform(1.2, 2.0), member))
-        self.result.pauses += 1
         if member.role != "generator":
             self._zombies.append(member)
             self._start(member.name)
+
+    def _pause_server(self) -> None:
+        assert self._server.process is not None
+        os.kill(self._server.process.pid, signal.SIGSTOP)
+        self._turn(self._rng.uniform(0.2, 0.8))
+        os.kill(self._server.process.pid, signal.SIGCONT)
+
+    def _one_of(self, role: str) -> Member:
+        """A member that runs; where all of the role are paused, the first to wake up."""
+        while not (choice := [m for m in self._members.values() if m.role == role and not m.paused]):
+            self._turn(0.05)
+        return self._rng.choice(choice)
 
     def _cut_connections(self) -> None:
         self.broker._call(lambda: self.broker._client.execute_command("CLIENT", "KILL", "TYPE", "normal"))
@@ -268,9 +281,7 @@ class World:
 
     def _dismiss(self) -> None:
         """A generator is told to leave: it gives back what it has not finished."""
-        choice = [m for m in self._members.values() if m.role == "generator" and not m.paused]
-        if choice:
-            os.kill(self._rng.choice(choice).pid, signal.SIGTERM)
+        os.kill(self._one_of("generator").pid, signal.SIGTERM)
 
     # --- the end
 
