@@ -86,6 +86,11 @@ class GroupQueue(Link):
         keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled]
         return int(self._run("settle", keys, [LEARNER, epoch, *group_ids]))
 
+    def hold(self, epoch: int) -> None:
+        """Make sure that this incarnation is the newest. FencedError as `take`."""
+        k = self.keys
+        self._run("settle", [k.groups, k.ledger, k.state, k.arrived, k.unsettled], [LEARNER, epoch])
+
     def version(self) -> int:
         """The learner's policy version."""
         return int(self._call(lambda: self._client.hget(self.keys.state, "version")) or 0)

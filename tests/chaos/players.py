@@ -204,6 +204,7 @@ class LightLearner:
         self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
         self.version, self.weights, contained = 0, [], ()
+        state: checkpoint.State | None = None
         folder = checkpoint.newest(self.root)
         if folder is not None:
             state = checkpoint.read_state(folder)
@@ -217,6 +218,7 @@ class LightLearner:
         self.epoch = self.broker.begin(self.version, contained)
         self.inside = Contained(contained)
         self._write(event="begin", version=self.version, contained=len(contained))
+        checkpoint.require_newest(self.root, state)
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
@@ -234,6 +236,7 @@ class LightLearner:
                     continue
                 save = (self.version + 1) % self.config.learner.checkpoint_every == 0
                 if save:
+                    self.broker.hold(self.epoch)
                     checkpoint.prepare(self.root, self.version + 1)
                 self._train(batch, step)
                 publisher.publish(self.version)
@@ -243,6 +246,7 @@ class LightLearner:
                 if save:
                     self._save()
             if self.inside.fresh:
+                self.broker.hold(self.epoch)
                 checkpoint.prepare(self.root, self.version)
                 self._save()
             if self._complete():
@@ -275,9 +279,14 @@ class LightLearner:
 
     def _save(self) -> None:
         partial = checkpoint.partial_for(self.root, self.version)
-        (partial / "weights.json").write_text(json.dumps(self.weights))
+        try:
+            (partial / "weights.json").write_text(json.dumps(self.weights))
+        except FileNotFoundError:  # a successor has tidied up
+            self.broker.hold(self.epoch)
+            raise
         self._dawdle()
-        checkpoint.commit(self.root, checkpoint.State(self.version, 1, self.inside.ids), 3)
+        self.broker.hold(self.epoch)
+        checkpoint.commit(self.root, checkpoint.State(self.version, 1, self.inside.ids, self.epoch), 2)
         self._dawdle()
         self.inside.settle(self.broker, self.epoch)
 

@@ -256,7 +256,10 @@ class World:
             return
         self._turn(0.0)  # not one that has just died
         member = self._one_of(role)
-        os.kill(member.pid, signal.SIGSTOP)
+        try:
+            os.kill(member.pid, signal.SIGSTOP)
+        except ProcessLookupError:  # it has just ended by itself
+            return
         member.paused = True
         self._wakings.append((time.monotonic() + LEASE_TTL_S * self._rng.uniform(1.2, 2.0), member))
         if member.role != "generator":
