@@ -22,8 +22,9 @@ class GroupQueue(Link):
     def begin(self, version: int, contained: Collection[str]) -> int:
         """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
 
-        Groups in `contained` are settled; one that the server has lost will not be trained when it comes again. All others in the stream, trained by an older incarnation or not, are
-        outstanding and will be delivered again. The run counts as unfinished again.
+        Groups in `contained` are settled; one that the server has lost will not be trained when it comes again. All
+        others in the stream, trained by an older incarnation or not, are outstanding and will be delivered again. The
+        run counts as unfinished again.
 
         Returns:
             The epoch, which fences every older one.

@@ -3,8 +3,8 @@
 - `model/`: Hugging Face format (safetensors, config, tokenizer); `transformers` and vLLM load it unchanged;
 - `deepspeed/`: the engine's own state (optimizer, master weights) for resuming at the same number of ranks;
 - `critic/`: the same of the critic's engine, where the objective has one;
-- `state.json`: policy version, epoch of the learner that wrote it, and ids of the groups whose effect is in these weights
-  but may not be acknowledged to the broker.
+- `state.json`: policy version, epoch of the learner that wrote it, and ids of the groups whose effect is in these
+  weights but may not be acknowledged to the broker.
 
 A checkpoint is written beside its final place, synced, and made current by one rename; a crash leaves the previous one
 usable, and half-written folders are removed at the next save. A learner that was replaced, but still writes, does not
@@ -49,8 +49,14 @@ def newest(root: Path) -> Path | None:
 
 
 def _by_age(root: Path) -> list[Path]:
-    complete = [path for path in root.glob(f"{_PREFIX}*") if (path / "state.json").is_file()]
-    return sorted(complete, key=lambda path: (read_state(path).epoch, path))
+    complete = []
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            complete.append((read_state(path).epoch, path))
+        except ConfigError:
+            if (path / "state.json").is_file():  # else incomplete, or removed at this moment
+                raise
+    return [path for _, path in sorted(complete)]
 
 
 def read_state(folder: Path) -> State:

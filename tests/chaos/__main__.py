@@ -6,12 +6,14 @@ Exit code 0: every invariant held under every seed. A seed that failed is named 
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests.chaos import partition
 from tests.chaos.world import VICTIMS, Plan, Result, World
 from tests.chaos.zygote import Zygote
 
@@ -52,19 +54,31 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs, over all seeds together")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this long")
     parser.add_argument("--keep", action="store_true", help="keep the folders of seeds that passed, too")
+    parser.add_argument(
+        "--partition", action="store_true", help="one seed, hosts in network namespaces, cut off for 20 to 40 s"
+    )
     options = parser.parse_args()
+    if options.partition and (code := partition.enter()) is not None:
+        return code
+    logging.getLogger("headrace").setLevel(logging.ERROR)  # the harness waits for the server it has just killed
     started = time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     zygote = Zygote(root / "zygote.log")
+    network = partition.Network(root, ("generator", "learner")) if options.partition else None
+    todo = plans(list(range(options.seed, options.seed + options.seeds)), options.kills)
+    if network is not None:
+        todo = [Plan(options.seed, 12, partitions=(20.0, 40.0))]
     results = []
     show(list(COLUMNS))
     try:
-        for plan in plans(list(range(options.seed, options.seed + options.seeds)), options.kills):
+        for plan in todo:
             if time.monotonic() - started > options.seconds:
                 break
-            result = World(plan, root / str(plan.seed), zygote).run()
+            result = World(plan, root / str(plan.seed), zygote, network).run()
             results.append(result)
             show(row(result))
+            if result.partitions:
+                print(f"    cut off: {', '.join(result.partitions)}")
             for problem in result.problems:
                 print(f"    {problem}")
             if result.problems:
@@ -74,11 +88,14 @@ def main() -> int:
                 shutil.rmtree(result.folder)
     finally:
         zygote.close()
+        if network is not None:
+            network.close()
     failed = [result.plan.seed for result in results if result.problems]
     kills = sum(sum(result.kills.values()) for result in results)
     trained = sum(result.verdict.trained for result in results)
     ending = f"FAILED: seeds {failed}" if failed else "every invariant held"
-    print(f"{kills} kills, {len(results)} seeds, {trained} groups trained, {time.monotonic() - started:.0f} s: {ending}")
+    seconds = time.monotonic() - started
+    print(f"{kills} kills, {len(results)} seeds, {trained} groups trained, {seconds:.0f} s: {ending}")
     if not failed and not options.keep:
         shutil.rmtree(root)
     return 1 if failed else 0

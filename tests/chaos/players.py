@@ -203,13 +203,17 @@ class LightLearner:
         self.config = config
         self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
-        self.version, self.weights, contained = 0, [], ()
+        self.version, self.weights = 0, list[list[Any]]()
         state: checkpoint.State | None = None
         folder = checkpoint.newest(self.root)
         if folder is not None:
             state = checkpoint.read_state(folder)
-            self.version, contained = state.version, state.groups
-            self.weights = json.loads((folder / "weights.json").read_text())
+            self.version = state.version
+            try:
+                self.weights = json.loads((folder / "weights.json").read_text())
+            except FileNotFoundError:  # a learner that is being replaced makes checkpoints, and removes older ones
+                raise ConfigError(f"{folder} has gone") from None
+        contained = state.groups if state is not None else ()
         self._rng = random.Random(f"{config.run.seed}:{os.getpid()}")
         self._train_s = spec["train_s"]
         self._target = Path(spec["target"])

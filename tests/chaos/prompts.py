@@ -21,7 +21,8 @@ PROMPT_TOKENS = 3
 def fate(seed: int, group_id: str) -> Fate:
     """40 % uninformative, 4 % whose reward always fails, 4 % whose reward fails at the first attempt."""
     draw = zlib.crc32(f"{seed}:{group_id}".encode()) % 100
-    return "correct" if draw < 20 else "wrong" if draw < 40 else "dead" if draw < 44 else "flaky" if draw < 48 else "trainable"
+    bounds: tuple[tuple[int, Fate], ...] = ((20, "correct"), (40, "wrong"), (44, "dead"), (48, "flaky"))
+    return next((what for bound, what in bounds if draw < bound), "trainable")
 
 
 def response_tokens(prompt_ids: Int32Array, index: int) -> Int32Array:

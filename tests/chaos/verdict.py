@@ -30,7 +30,8 @@ class Verdict:
 
 def read_diary(path: Path) -> list[dict[str, Any]]:
     """Lines of the learners; the last one of a killed learner may be torn."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.startswith(b"{") and line.endswith(b"}")]
+    lines = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
 
 
 def judge(broker: Broker, seed: int, diary: list[dict[str, Any]], checkpoints: Path) -> Verdict:

@@ -13,17 +13,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from broker import Broker, Server
 from broker.link import Endpoint
-from common.config import Config
+from common.config import BrokerConfig, Config
 from learner import checkpoint
+from tests.chaos.partition import SERVER_ADDRESS, Network
 from tests.chaos.players import CRASHED, NO_SERVER
 from tests.chaos.verdict import Verdict, judge, read_diary
 from tests.chaos.watch import Watch
-from tests.chaos.zygote import Zygote
+from tests.chaos.zygote import Zygote, exits
 
 PAUSED = {"generator": 40, "learner": 35, "service": 15, "server": 10}
 VICTIMS = {"generator": 45, "learner": 25, "service": 15, "server": 15}
@@ -31,6 +33,7 @@ LEASE_TTL_S = 1.0
 LAST_VERSIONS = 6
 PATIENCE_S = 60.0  # without a new checkpoint, or for the end
 LEAVE_S = 3.0
+PORT = 6379  # in a network namespace of our own
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Plan:
     generators: int = 3
     fsync: str = "everysec"
     power: bool = False
+    partitions: tuple[float, ...] = ()  # seconds that each of them lasts; needs a network
 
     @property
     def durability(self) -> str:
@@ -56,6 +60,7 @@ class Result:
     kills: Counter[str] = field(default_factory=Counter)
     pauses: int = 0
     cuts: int = 0
+    partitions: list[str] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
@@ -92,26 +97,31 @@ def configuration(plan: Plan, folder: Path, broker: dict[str, Any]) -> dict[str,
 class World:
     """The fleet of one run and what happens to it."""
 
-    def __init__(self, plan: Plan, folder: Path, zygote: Zygote) -> None:
-        self.plan, self.folder, self._zygote = plan, folder, zygote
+    def __init__(self, plan: Plan, folder: Path, zygote: Zygote, network: Network | None = None) -> None:
+        """`zygote` starts what `network` has no host for."""
+        self.plan, self.folder, self._network = plan, folder, network
+        self._zygotes = dict.fromkeys(("generator", "learner", "service"), zygote)
+        self._zygotes.update(network.zygotes if network is not None else {})
         self.result = Result(plan, folder)
         self._rng = random.Random(plan.seed)
         self._members: dict[str, Member] = {}
         self._zombies: list[Member] = []
         self._wakings: list[tuple[float, Member]] = []
         self._finishing = False
-        self._server = Server()
+        self._server = Server(BrokerConfig(port=PORT if network is not None else None))
 
     def run(self) -> Result:
         started = time.monotonic()
         (self.folder / "logs").mkdir(parents=True)
         self._server.start(self.folder / "chaos")
         try:
-            where = {"url": self._server.url, "password_file": str(self._server.password_file)}
+            url = self._server.url if self._network is None else f"redis://{SERVER_ADDRESS}:{PORT}"
+            where = {"url": url, "password_file": str(self._server.password_file)}
             self._tree = configuration(self.plan, self.folder, where)
             self.config = Config.model_validate(self._tree)
-            self.broker = Broker.connect(self.config, Endpoint(self._server.url, self._server.password))
-            self._set_fsync()
+            self._here = Endpoint(self._server.url, self._server.password)
+            self.broker = Broker.connect(self.config, self._here)
+            self._set_up_server()
             self._live()
         except _Stuck as error:
             self._note(str(error))
@@ -122,7 +132,7 @@ class World:
         return self.result
 
     def _live(self) -> None:
-        watch = self._watch = Watch(Broker.connect(self.config), self.folder / "chaos" / "redis")
+        watch = self._watch = Watch(Broker.connect(self.config, self._here), self.folder / "chaos" / "redis")
         watch.start()
         try:
             for name in ("service", "learner", *(f"generator-{index}" for index in range(self.plan.generators))):
@@ -153,14 +163,15 @@ class World:
             "target": str(self.folder / "target"),
             "diary": str(self._diary),
         }
-        self._members[name] = Member(name, role, self._zygote.spawn(name, role, self.folder / "logs" / name, spec))
+        pid = self._zygotes[role].spawn(name, role, self.folder / "logs" / name, spec)
+        self._members[name] = Member(name, role, pid)
 
     def _turn(self, timeout_s: float) -> None:
         """Start again what ended and wake up what slept long enough, for `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             soonest = min([deadline, *(at for at, _ in self._wakings)])
-            for end in self._zygote.exits(max(0.0, soonest - time.monotonic())):
+            for end in exits(set(self._zygotes.values()), max(0.0, soonest - time.monotonic())):
                 self._ended(end.pid, end.code)
             now = time.monotonic()
             for _, member in [each for each in self._wakings if each[0] <= now]:
@@ -198,9 +209,10 @@ class World:
     def _make_mischief(self) -> None:
         plan, rng = self.plan, self._rng
         victims = rng.choices(list(VICTIMS), list(VICTIMS.values()), k=plan.kills)
-        acts: list[Callable[[], None]] = [lambda victim=victim: self._kill(victim) for victim in victims]
+        acts: list[Callable[[], None]] = [partial(self._kill, victim) for victim in victims]
         acts += [self._pause] * max(1, plan.kills // 8) + [self._cut_connections] * max(1, plan.kills // 8)
         acts += [self._dismiss] * (plan.kills // 16)
+        acts += [partial(self._partition, seconds) for seconds in plan.partitions]
         rng.shuffle(acts)
         for number, act in enumerate(acts):
             self._turn(rng.expovariate(1 / plan.mean_gap_s))
@@ -242,10 +254,12 @@ class World:
             os.truncate(path, left)
         self._server.stop()
         self._server.start(self.folder / "chaos")
-        self._set_fsync()
+        self._set_up_server()
 
-    def _set_fsync(self) -> None:
+    def _set_up_server(self) -> None:
         self.broker._call(lambda: self.broker._client.config_set("appendfsync", self.plan.fsync))
+        if self._network is not None:
+            self.broker._call(lambda: self.broker._client.config_set("bind", f"127.0.0.1 {SERVER_ADDRESS}"))
 
     def _pause(self) -> None:
         """Stop one for longer than its leases live. A learner or service is replaced meanwhile, and wakes up fenced."""
@@ -281,6 +295,16 @@ class World:
     def _cut_connections(self) -> None:
         self.broker._call(lambda: self.broker._client.execute_command("CLIENT", "KILL", "TYPE", "normal"))
         self.result.cuts += 1
+
+    def _partition(self, seconds: float) -> None:
+        """Generators or learner lose the server for longer than their leases and their membership live."""
+        assert self._network is not None
+        host = self._rng.choice(list(self._network.zygotes))
+        self._network.cut(host)
+        self._turn(seconds)
+        self._network.heal(host)
+        self.result.partitions.append(f"{host} {seconds:.0f} s")
+        self._await_progress()
 
     def _dismiss(self) -> None:
         """A generator is told to leave: it gives back what it has not finished."""
@@ -324,7 +348,7 @@ class World:
                 os.kill(member.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self._zygote.exits(1.0)
+        exits(set(self._zygotes.values()), 1.0)
 
 
 class _Stuck(Exception):

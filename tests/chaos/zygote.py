@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,12 @@ class Zygote:
                 cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,
             )  # fmt: skip
+        self.pid = self._process.pid
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._buffer = b""
         self._exits: deque[Exit] = deque()
         self._read(_START_S)  # "ready"
-
-    def fileno(self) -> int:
-        return self._out.fileno()
 
     def spawn(self, name: str, role: str, log: Path, spec: dict[str, Any]) -> int:
         """Start a process; returns its pid."""
@@ -66,13 +65,16 @@ class Zygote:
             self._exits.append(Exit(message["pid"], message["code"]))
         return int(message["pid"])
 
-    def exits(self, timeout_s: float) -> list[Exit]:
-        """Processes that ended; waits for the first one at most `timeout_s`."""
-        while not self._exits and (message := self._read(timeout_s)):
+    def exits(self) -> list[Exit]:
+        """Processes that have ended since the last call."""
+        while message := self._read(0.0):
             self._exits.append(Exit(message["pid"], message["code"]))
         found = list(self._exits)
         self._exits.clear()
         return found
+
+    def fileno(self) -> int:
+        return self._out.fileno()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -93,6 +95,16 @@ class Zygote:
                 self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return dict(json.loads(line))
+
+
+def exits(zygotes: Iterable[Zygote], timeout_s: float) -> list[Exit]:
+    """Processes of any of them that ended; waits for the first one at most `timeout_s`."""
+    zygotes = list(zygotes)
+    found = [each for zygote in zygotes for each in zygote.exits()]
+    if not found:
+        select.select(zygotes, [], [], timeout_s)
+        found = [each for zygote in zygotes for each in zygote.exits()]
+    return found
 
 
 def _without_torch() -> None:
