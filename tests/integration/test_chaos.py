@@ -22,7 +22,7 @@ from tests.chaos.zygote import Zygote
 def test_ten_kills_lose_nothing_and_train_nothing_twice(tmp_path: Path) -> None:
     zygote = Zygote(tmp_path / "zygote.log")
     try:
-        result = World(Plan(seed=4, kills=10, power=True), tmp_path / "run", zygote).run()
+        result = World(Plan(seed=4, kills=10, mean_gap_s=0.05, power=True), tmp_path / "run", zygote).run()
     finally:
         zygote.close()
     assert result.problems == []
