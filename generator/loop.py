@@ -97,7 +97,8 @@ class Generator:
                 started = time.monotonic()
                 leases = await asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS)
                 self._blocked_s += time.monotonic() - started
-                if not leases:
+                # A server that lost its last second may hand out again what we are working on.
+                if not leases or leases[0].entry_id in self._in_flight:
                     slots.release()
                     continue
                 self._in_flight[leases[0].entry_id] = leases[0]
