@@ -24,14 +24,15 @@ class GroupQueue(Link):
     def begin(self, version: int, contained: Collection[str]) -> int:
         """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
 
-        Groups in `contained` are settled. All others in the stream, trained by an older incarnation or not, are
-        outstanding and will be delivered again. The run counts as unfinished again.
+        Groups in `contained` are settled; one that the server has lost will not be trained when it comes again. All
+        others in the stream, trained by an older incarnation or not, are outstanding and will be delivered again. The
+        run counts as unfinished again.
 
         Returns:
             The epoch, which fences every older one.
         """
         k = self.keys
-        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries]
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries, k.contained]
         return int(self._run("begin", keys, [LEARNER, version, *contained]))
 
     def take(self, epoch: int, count: int, block_ms: int) -> list[Delivery]:
@@ -74,7 +75,13 @@ class GroupQueue(Link):
         self._drop(epoch, "expired", "", 0, [(each.entry_id, each.group.group_id, b"") for each in deliveries])
 
     def step(self, epoch: int, version: int, deliveries: Sequence[Delivery]) -> None:
-        """The optimizer steps that made `version` trained these. FencedError as `take`."""
+        """The optimizer steps that made `version`, the one after the last, trained these.
+
+        Raises:
+            FencedError: as `take`.
+            HeadraceError: LOST, the server came back without writes it had acknowledged (a power cut). Nothing was
+                recorded; a learner that resumes from the newest checkpoint puts it right.
+        """
         k = self.keys
         pairs = [value for each in deliveries for value in (each.entry_id, each.group.group_id)]
         keys = [k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding]
@@ -97,6 +104,11 @@ class GroupQueue(Link):
         they are now."""
         count = partial(self._client.zcount, self.keys.outstanding, "-inf")
         return [int(self._call(partial(count, version))) for version in versions]
+
+    def hold(self, epoch: int) -> None:
+        """Make sure that this incarnation is the newest. FencedError as `take`."""
+        k = self.keys
+        self._run("settle", [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries], [LEARNER, epoch])
 
     def version(self) -> int:
         """The learner's policy version."""

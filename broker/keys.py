@@ -14,6 +14,7 @@ slot and one script may touch several of them.
 | outstanding | zset | group id scored by the version it was released at: released, and neither trained nor ended |
 | unsettled | zset   | the same of groups that were trained and are in no durable checkpoint yet |
 | expiries  | hash   | group id -> how often it expired and went back, until it ends |
+| contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
 | closed    | zset   | "entry-id outcome" of leases and dead letters that just ended: sent twice counts once |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
@@ -43,6 +44,7 @@ class Keys:
         self.outstanding = self.prefix + "outstanding"
         self.unsettled = self.prefix + "unsettled"
         self.expiries = self.prefix + "expiries"
+        self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
         self.members = self.prefix + "members"
         self.eval = self.prefix + "eval"

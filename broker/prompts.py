@@ -28,21 +28,28 @@ class PromptQueue(Link):
         """How many prompts of the source were ever released."""
         return int(self._call(lambda: self._client.hget(self.keys.state, "position")) or 0)
 
-    def release(self, prompts: Sequence[Prompt], position: int) -> bool:
+    def release(self, prompts: Sequence[Prompt], position: int, most_outstanding: int | None = None) -> bool:
         """Release `prompts`, the source's prompts from `position` on, all or none.
+
+        Args:
+            prompts: what to release.
+            position: of the first of them.
+            most_outstanding: groups that may be outstanding afterwards, these included; None: any number.
 
         Returns:
             False: the position is not `position` any more (another feeder, or an earlier copy of this call, released
-            them), or the server is at its memory limit. Nothing was written; read `position()` again.
+            them), there is no budget for all of them, or the server is at its memory limit. Nothing was written; read
+            `position()` and the ledger again.
         """
         if not prompts:
             return True
         k = self.keys
-        args: list[str | bytes | int] = [position]
+        args: list[str | bytes | int] = []
         for each in prompts:
             args += [each.group_id, each.released_version, wire.encode_prompt(each)]
         try:
-            return bool(self._run("release", [k.prompts, k.ledger, k.state, k.outstanding], args))
+            bound = "" if most_outstanding is None else most_outstanding
+            return bool(self._run("release", [k.prompts, k.ledger, k.state, k.outstanding], [position, bound, *args]))
         except BrokerFullError:
             return False
 
@@ -121,6 +128,7 @@ class PromptQueue(Link):
     ) -> bool:
         k = self.keys
         keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
+        keys.append(k.contained)
         script = "submit" if outcome == "submitted" else "close"
         args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind]
         return bool(self._run(script, keys, args))

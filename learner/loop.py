@@ -67,6 +67,7 @@ class Learner:
         self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
         self.version = 0
+        self._resume = resume
         self._start = self._resume_from() if resume else None
 
     def _resume_from(self) -> Path | None:
@@ -86,16 +87,16 @@ class Learner:
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         started = time.monotonic()
         self.trainer = Trainer(self.config)
-        groups: tuple[str, ...] = ()
+        restored: checkpoint.State | None = None
         if self._start is not None:
+            restored = checkpoint.read_state(self._start)
             self.trainer.load(self._start)
-            state = checkpoint.read_state(self._start)
-            self.version, groups = state.version, state.groups
+            self.version = restored.version
         self.log.version = str(self.version)
         seconds = time.monotonic() - started
         self.log.info("model and optimizer ready after %.1f s, %d ranks", seconds, dist.get_world_size())
         if dist.get_rank() == 0:
-            self._lead(groups)
+            self._lead(restored)
         else:
             self._follow()
         dist.destroy_process_group()
@@ -134,9 +135,12 @@ class Learner:
 
     # --- rank 0
 
-    def _lead(self, contained: tuple[str, ...]) -> None:
+    def _lead(self, restored: checkpoint.State | None) -> None:
         broker = Broker.connect(self.config)
+        contained = restored.groups if restored is not None else ()
         epoch = broker.begin(self.version, contained)
+        if self._resume:
+            checkpoint.require_newest(self.root, restored)
         self.log.info("learner epoch %d begins", epoch)
         publisher = WeightPublisher(broker, self.config, self.log)
         collector = Collector(broker, epoch, self.config)
@@ -144,7 +148,7 @@ class Learner:
         folder = self.config.run.folder
         sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
         reporter = Reporter(self.config, broker, sinks, self.log)
-        settling = Settling(broker, epoch, self.config)
+        settling = Settling(broker, epoch, self.config, contained)
         try:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
@@ -160,6 +164,7 @@ class Learner:
                 before = self.version
                 save = (self.version + 1) % self.config.learner.checkpoint_every == 0
                 if save:
+                    broker.hold(epoch)  # a successor may be writing there
                     checkpoint.prepare(self.root, self.version + 1)
                 started = time.time()
                 results = self._train(self._tell(self._shares(steps, save)))
@@ -172,8 +177,8 @@ class Learner:
                 settling.trained(self.version, batch)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
                 if save:
-                    self._save(settling)
-            self._finish(broker, publisher, settling)
+                    self._save(broker, epoch, settling)
+            self._finish(broker, epoch, publisher, settling)
         finally:
             collector.close()
             publisher.close()
@@ -214,23 +219,25 @@ class Learner:
         ranks.scatter([share.to_bytes() for share in shares])
         return shares[0]
 
-    def _save(self, settling: Settling) -> None:
+    def _save(self, broker: Broker, epoch: int, settling: Settling) -> None:
         """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
         started = time.monotonic()
         self.trainer.save(checkpoint.partial_for(self.root, self.version))
-        state = checkpoint.State(self.version, dist.get_world_size(), settling.unsettled)
+        state = checkpoint.State(self.version, dist.get_world_size(), settling.ids, epoch)
+        broker.hold(epoch)
         folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
         settling.saved()
         self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
 
-    def _finish(self, broker: Broker, publisher: WeightPublisher, settling: Settling) -> None:
+    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, settling: Settling) -> None:
         """The last checkpoint; then, if the run is complete, everybody is told."""
         last = not settling.durable
         if last:
+            broker.hold(epoch)
             checkpoint.prepare(self.root, self.version)
         self._tell([Share("stop", save=last)] * dist.get_world_size())
         if last:
-            self._save(settling)
+            self._save(broker, epoch, settling)
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,17 @@ from broker import Broker, Server
 from common.config import BrokerConfig, Config
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def logger_as_it_was() -> Iterator[None]:
+    """What runs as a process elsewhere sets up its log; in here the next test's `caplog` would see nothing more."""
+    logger = logging.getLogger("headrace")
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers[:]
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers
 
 # On a busy machine one example out of hundreds takes longer than any deadline; pytest's timeout catches what hangs.
 settings.register_profile("no deadline", deadline=None)

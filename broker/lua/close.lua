@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Ends a lease: the one way a prompt leaves a generator's hands. The entry goes and its outcome is written in one step.
 -- Runs at the memory limit too: it replaces an entry, and refusing a finished group would free nothing.
--- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 outstanding  9 expiries
+-- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 outstanding  9 expiries  10 contained
 -- ARGV  1 consumer group  2 consumer  3 entry id
 --       4 outcome: submitted | filtered_correct | filtered_wrong | filtered_equal | retried | dead
 --       5 group id ('' where unknown)  6 payload: the group, or the prompt to release again
@@ -40,7 +40,13 @@ if outcome == 'retried' then
   redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'p', ARGV[6])
   return 1
 end
-if outcome == 'submitted' then
+if outcome == 'submitted' and redis.call('ZREM', KEYS[10], group_id or ARGV[5]) == 1 then
+  -- The weights contain it since before this server lost its first submission.
+  redis.call('HINCRBY', KEYS[4], 'trained', 1)
+  redis.call('HINCRBY', KEYS[4], 'settled', 1)
+  redis.call('ZREM', KEYS[8], group_id or ARGV[5])
+  redis.call('HDEL', KEYS[9], group_id or ARGV[5])
+elseif outcome == 'submitted' then
   -- The prompt stays beside its group: should the group expire, it is sampled again.
   local id = redis.call(
     'XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'c', ARGV[2], 'q', f.p or '', 'p', ARGV[6])

@@ -219,6 +219,54 @@ def test_finished_after_a_new_learner_begins_is_cleared(broker: Broker) -> None:
     assert broker.version() == 3
 
 
+# -- a server that came back without what it had acknowledged
+
+
+def test_step_after_lost_writes_is_refused_and_writes_nothing(broker: Broker) -> None:
+    submit(broker, 3)
+    epoch = broker.begin(0, [])
+    first, second, third = broker.take(epoch, 3, 0)
+    for version, groups in ((2, [first]), (1, [first, replace(second, entry_id="1-1")])):
+        with pytest.raises(HeadraceError, match=f"LOST writes of learner epoch {epoch} before version {version}"):
+            broker.step(epoch, version, groups)
+    assert (broker.version(), broker.ledger().trained) == (0, 0)
+    broker.step(epoch, 1, [first])
+    with pytest.raises(HeadraceError, match="LOST"):  # delivered again, because the server forgot that it had been
+        broker.step(epoch, 2, [first, third])
+    assert (broker.version(), broker.ledger().trained) == (1, 1)
+
+
+def test_submission_of_what_the_checkpoint_contains_is_settled_and_not_delivered(broker: Broker) -> None:
+    """The server lost the submission and everything after it; the prompt is answered again, by another generator."""
+    release(broker, 1)
+    epoch = broker.begin(1, ["000000000"])
+    again = lease(broker, 1)[0]
+    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id))
+    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id)), "sent twice"
+    ledger = broker.ledger()
+    assert (ledger.trained, ledger.settled, ledger.outstanding, ledger.balanced) == (1, 1, 0, True)
+    assert broker.take(epoch, 4, 0) == []
+
+
+def test_release_beyond_the_budget_is_refused_whoever_used_it_up(broker: Broker) -> None:
+    """Between the feeder's look at the ledger and its release, a new learner took trained groups back."""
+    submit(broker, 2)
+    epoch = broker.begin(0, [])
+    broker.step(epoch, 1, broker.take(epoch, 2, 0))
+    assert broker.release([prompt(2)], 2, most_outstanding=2)
+    broker.begin(0, [])
+    assert not broker.release([prompt(3)], 3, most_outstanding=3)
+    assert (broker.position(), broker.ledger().outstanding) == (3, 3)
+
+
+def test_hold_of_a_replaced_learner_is_refused(broker: Broker) -> None:
+    old = broker.begin(0, [])
+    broker.hold(old)
+    broker.begin(0, [])
+    with pytest.raises(FencedError):
+        broker.hold(old)
+
+
 # -- sent twice
 
 
@@ -336,7 +384,7 @@ def test_everything_killed_at_random_is_accounted_exactly_once(make_config: Make
     assert (ledger.released - ledger.rereleased, ledger.outstanding) == (total, 0)
     assert ledger.expired == ledger.rereleased > 0
     assert len(durable) == len(set(durable)) == ledger.trained == ledger.settled > total // 4
-    assert len(broker._client.keys(broker.keys.prefix + "*")) <= 13  # nothing accumulates beside the known keys
+    assert len(broker._client.keys(broker.keys.prefix + "*")) <= 14  # nothing accumulates beside the known keys
     keys = broker.keys
     assert broker._client.exists(keys.arrived, keys.outstanding, keys.unsettled, keys.expiries) == 0
 
@@ -351,20 +399,20 @@ def _learner_with_restarts(broker: Broker, total: int) -> list[str]:
         assert time.monotonic() < deadline, f"stuck at {broker.ledger()}"
         if broker.position() < total and broker.ledger().outstanding < 20:
             release(broker, 10)
-        taken = broker.take(epoch, 4, 10)
+        taken, told = broker.take(epoch, 4, 10), True
         if taken and rng.random() < 0.1:  # too old
             broker.expire(epoch, taken)
         elif taken:
             version += 1
             trained += ids(taken)  # the optimizer step
-            if rng.random() < 0.9:
+            if told := rng.random() < 0.9:  # else killed before it could tell
                 broker.step(epoch, version, taken)
         if rng.random() < 0.3:
             durable += trained  # the checkpoint is on disk
             trained_now, trained = trained, []
             if rng.random() < 0.7:
                 broker.settle(epoch, trained_now)
-        if rng.random() < 0.1 or (taken and len(taken) < 2):
+        if not told or rng.random() < 0.1 or (taken and len(taken) < 2):
             epoch, trained = broker.begin(version, durable), []
         assert broker.ledger().balanced
     durable += trained

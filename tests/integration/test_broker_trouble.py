@@ -193,7 +193,8 @@ def test_a_full_server_makes_producers_wait_while_the_learner_drains_it(
     assert "takes prompts and groups again" in lines()[1] and generator.pressure.seconds > 0
     learner.finish()
     while taken := late.take(epoch, 4, 0):
-        late.step(epoch, 100, taken)
+        late.step(epoch, version, taken)
+        version += 1
         late.settle(epoch, ids(taken))
         seen += ids(taken)
     ledger = late.ledger()

@@ -59,8 +59,9 @@ class Model:
     def version(self) -> int:
         return self._version
 
-    def release(self, prompts: Sequence[Prompt], position: int) -> bool:
+    def release(self, prompts: Sequence[Prompt], position: int, most_outstanding: int) -> bool:
         assert position == self.position()
+        assert self.ledger().outstanding + len(prompts) <= most_outstanding
         self.prompts += prompts
         self.counts["released"] += len(prompts)
         return True
