@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from broker import Broker, Server
-from broker.link import Endpoint
+from broker.clients import Endpoint
 from common.config import BrokerConfig, Config
 from learner import checkpoint
 from tests.chaos.partition import SERVER_ADDRESS, Network
