@@ -14,7 +14,7 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test learn lint docs clean
+.PHONY: help venv quickstart test chaos learn lint docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -48,6 +48,9 @@ quickstart: $(STAMP) ## Train a small real model on two CPU cores and see it get
 
 test: $(STAMP) ## Run the whole test suite
 	$(TEST_ENV) $(BIN)/python -m pytest
+
+chaos: $(STAMP) ## Kill every part of a fleet at random, 200 times; nothing may be lost or trained twice
+	$(TEST_ENV) $(BIN)/python -m tests.chaos --seeds 5 --kills 200
 
 learn: $(STAMP) ## Measure the ablations of docs and benchmarks/RESULTS.md (about an hour and a half on two cores)
 	$(BIN)/python -m benchmarks.ablation chain

@@ -1,6 +1,6 @@
 """Everything that talks to Redis: streams, leases, the release budget, the ledger, membership, control messages."""
 
-from broker.link import BrokerFullError
+from broker.pressure import BrokerFullError, until_taken
 from broker.records import DeadLetter, Delivery, EvalLease, Lease, Ledger, Member, Queues
 from broker.server import Server
 from broker.sources import Counts, Source, Sourced, open_source
@@ -21,4 +21,5 @@ __all__ = [
     "Source",
     "Sourced",
     "open_source",
+    "until_taken",
 ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-import redis
-
-from broker.link import URL_VARIABLE, endpoint, open_client
+from broker.clients import URL_VARIABLE, endpoint, open_client
 from broker.server import check_port, find_binary
 from broker.sources import check_source
 from common.config import Config
@@ -17,7 +15,7 @@ _log = logging.getLogger("headrace.broker")
 
 def check(config: Config) -> None:
     """Raises ConfigError: no server or one too old, a port that is taken, a model or prompts that cannot be used."""
-    if config.broker.url or os.environ.get(URL_VARIABLE):
+    if config.broker.address or os.environ.get(URL_VARIABLE):
         _check_server(config)
     else:
         find_binary()
@@ -28,11 +26,9 @@ def check(config: Config) -> None:
 
 def _check_server(config: Config) -> None:
     where = endpoint(config)
-    client = open_client(where)
+    client = open_client(where, config.broker)
     try:
-        policy = client.config_get("maxmemory-policy").get("maxmemory-policy")
-    except redis.ResponseError:  # managed servers do not let one ask
-        return
+        policy = client.info("memory").get("maxmemory_policy")  # CONFIG GET would need the right to read passwords
     finally:
         client.close()
     if policy not in (None, "noeviction"):

@@ -1,11 +1,13 @@
-"""`headrace broker|up|status|audit`."""
+"""`headrace broker [acl]|up|status|audit`; `headrace dead` is in `broker.cli_dead`."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from common import settings
 from common.cli import ConfigPath, Overrides, load_config
@@ -15,11 +17,40 @@ from common.errors import ConfigError
 RunId = Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; by default the newest one.")]
 
 
-def broker(config: ConfigPath, overrides: Overrides = None) -> None:
+class _ServeByDefault(typer.core.TyperGroup):
+    """`headrace broker CONFIG` is `headrace broker serve CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = ["serve", *args]
+        return super().parse_args(ctx, args)
+
+
+broker = typer.Typer(cls=_ServeByDefault, add_completion=False, help="Run the broker service (the default), or acl.")
+
+
+@broker.command()
+def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the broker service: prompt feeder and lease reclaimer."""
     from broker.service import run_service
 
     raise typer.Exit(run_service(load_config(config, overrides)))
+
+
+@broker.command()
+def acl(
+    config: ConfigPath,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Id of the run, or a pattern such as 'gsm8k-*'.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print ACL SETUSER lines for a user per role, each with the least rights, for a server of your own."""
+    from broker.acl import lines
+
+    resolved = settings.load(config, overrides or [])
+    for line in lines(run_id or resolved.run.run_id, resolved.broker.cluster):
+        typer.echo(line)
 
 
 def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:
@@ -42,16 +73,25 @@ def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None
         )
 
 
-def audit(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -> None:
-    """Print a run's conservation equation, live or finished; exit with 1 where it does not hold."""
-    from broker.audit import equation, open_run
+def audit(
+    config: ConfigPath,
+    run_id: RunId = None,
+    watching: Annotated[bool, typer.Option("--watch", help="Print it anew every second until Ctrl-C.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Print a run's conservation equation and its oldest groups, live or finished; exit with 1 where the equation does
+    not hold (with --watch: did not hold the last time)."""
+    from broker.audit import open_run, report, watch
     from broker.runs import existing_run
 
     resolved = existing_run(settings.load(config, overrides or []), run_id)
     with open_run(resolved) as run:
-        ledger = run.ledger()
-    typer.echo(f"run {resolved.run.run_id}\n{equation(ledger)}")
-    raise typer.Exit(0 if ledger.balanced else 1)
+        if watching:
+            balanced = watch(run, Console(), lambda: time.sleep(1.0))
+        else:
+            text, balanced = report(run)
+            typer.echo(text)
+    raise typer.Exit(0 if balanced else 1)
 
 
 def up(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from broker.keys import GENERATORS
 from broker.link import Link, _log
@@ -71,15 +71,8 @@ class Evaluations(Link):
 
     def evaluation(self) -> EvalState:
         """Where evaluation is, of one instant."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.time()
-                pipe.hgetall(self.keys.rounds)
-                pipe.hlen(self.keys.answers)
-                return pipe.execute()
-
-        (seconds, microseconds), state, answered = self._call(read)
+        seconds, microseconds, flat, answered = self._run("look", [self.keys.rounds, self.keys.answers], [])
+        state = dict(zip(flat[::2], flat[1::2], strict=True))
         opened = None
         if b"round" in state:
             elapsed = seconds + microseconds / 1e6 - int(state[b"started"]) / 1000

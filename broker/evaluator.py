@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from broker.link import BrokerFullError
+from broker.pressure import BrokerFullError
 from broker.records import EvalResult, EvalRound
 from broker.sources import Source
 from broker.store import Broker
@@ -83,8 +83,7 @@ class Evaluator:
         ]
         try:
             outcome = self._broker.begin_evaluation(version, prompts)
-        except BrokerFullError as error:
-            self._log.warning("no evaluation yet: %s", error)
+        except BrokerFullError:
             return
         if outcome == "skipped":
             self._log.warning("evaluation at version %d is skipped: the one before is not complete", version)

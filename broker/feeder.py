@@ -29,12 +29,13 @@ class Feeder:
 
     def feed(self) -> int:
         """Release what the budget allows now, up to a batch. Returns how many prompts that was."""
-        allowed = min(_BATCH, may_release(self._broker.ledger(), self._broker.config))
+        config = self._broker.config
+        allowed = min(_BATCH, may_release(self._broker.ledger(), config))
         if allowed == 0:
             return 0
         position, version = self._broker.position(), self._broker.version()
         prompts = [self._prompt(each, version) for each in range(position, position + allowed)]
-        if not self._broker.release(prompts, position):
+        if not self._broker.release(prompts, position, config.max_outstanding):
             return 0
         self.released += allowed
         return allowed

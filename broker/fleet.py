@@ -35,17 +35,10 @@ class Fleet(Link):
 
     def members(self, role: Role | None = None) -> list[Member]:
         """Members whose last heartbeat is at most `member_ttl_s` old, in order of their ids."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.time()
-                pipe.hgetall(self.keys.members)
-                return pipe.execute()
-
-        (seconds, microseconds), raw = self._call(read)
+        seconds, microseconds, flat, _ = self._run("look", [self.keys.members, self.keys.answers], [])
         now_ms = seconds * 1000 + microseconds // 1000
         found = []
-        for value in raw.values():
+        for value in flat[1::2]:
             seen_ms, _, packed = value.partition(b" ")
             try:
                 age_s = max(0, now_ms - int(seen_ms)) / 1000

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 
 from broker.keys import LEARNER
 from broker.link import MAX_BLOCK_MS, Link, _log
@@ -22,14 +24,15 @@ class GroupQueue(Link):
     def begin(self, version: int, contained: Collection[str]) -> int:
         """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
 
-        Groups in `contained` are settled. All others in the stream, trained by an older incarnation or not, are
-        outstanding and will be delivered again. The run counts as unfinished again.
+        Groups in `contained` are settled; one that the server has lost will not be trained when it comes again. All
+        others in the stream, trained by an older incarnation or not, are outstanding and will be delivered again. The
+        run counts as unfinished again.
 
         Returns:
             The epoch, which fences every older one.
         """
         k = self.keys
-        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events]
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries, k.contained]
         return int(self._run("begin", keys, [LEARNER, version, *contained]))
 
     def take(self, epoch: int, count: int, block_ms: int) -> list[Delivery]:
@@ -55,18 +58,34 @@ class GroupQueue(Link):
                 deliveries.append(Delivery(entry_id, group))
             except WireError as error:
                 _log.warning("group entry %s dead-lettered: %s", entry_id, error)
-                self._drop(epoch, "dead", str(error), [(entry_id, group_id)])
+                self._drop(epoch, "dead", str(error), 0, [(entry_id, group_id, b"")])
         return deliveries
 
     def expire(self, epoch: int, deliveries: Sequence[Delivery]) -> None:
-        """These are too old to train: they go, and their budget is free. FencedError as `take`."""
-        self._drop(epoch, "expired", "", [(each.entry_id, each.group.group_id) for each in deliveries])
+        """These are too old to train: they go, and in the same step their prompts are released again, as fresh ones
+        under the current version. Expired and released both count it. FencedError as `take`."""
+        if deliveries:
+            version, prompts = self._prompts_of(deliveries)
+            entries = [(d.entry_id, d.group.group_id, prompt) for d, prompt in zip(deliveries, prompts, strict=True)]
+            self._drop(epoch, "expired", "", version, entries)
+
+    def discard(self, epoch: int, deliveries: Sequence[Delivery]) -> None:
+        """These hold nothing that can be trained, however fresh: they count as expired and do not come back, since
+        sampled again they would be the same. Their budget is free. FencedError as `take`."""
+        self._drop(epoch, "expired", "", 0, [(each.entry_id, each.group.group_id, b"") for each in deliveries])
 
     def step(self, epoch: int, version: int, deliveries: Sequence[Delivery]) -> None:
-        """The optimizer steps that made `version` trained these. FencedError as `take`."""
+        """The optimizer steps that made `version`, the one after the last, trained these.
+
+        Raises:
+            FencedError: as `take`.
+            HeadraceError: LOST, the server came back without writes it had acknowledged (a power cut). Nothing was
+                recorded; a learner that resumes from the newest checkpoint puts it right.
+        """
         k = self.keys
         pairs = [value for each in deliveries for value in (each.entry_id, each.group.group_id)]
-        self._run("step", [k.ledger, k.state, k.arrived, k.unsettled, k.events], [epoch, version, *pairs])
+        keys = [k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding]
+        self._run("step", keys, [epoch, version, *pairs])
 
     def settle(self, epoch: int, group_ids: Collection[str]) -> int:
         """The effect of these trained groups is durable: acknowledge and delete them. FencedError as `take`.
@@ -77,8 +96,19 @@ class GroupQueue(Link):
         if not group_ids:
             return 0
         k = self.keys
-        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled]
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries]
         return int(self._run("settle", keys, [LEARNER, epoch, *group_ids]))
+
+    def outstanding_until(self, versions: Sequence[int]) -> list[int]:
+        """For each of `versions`, how many of the outstanding groups were released at that version or before, wherever
+        they are now."""
+        count = partial(self._client.zcount, self.keys.outstanding, "-inf")
+        return [int(self._call(partial(count, version))) for version in versions]
+
+    def hold(self, epoch: int) -> None:
+        """Make sure that this incarnation is the newest. FencedError as `take`."""
+        k = self.keys
+        self._run("settle", [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries], [LEARNER, epoch])
 
     def version(self) -> int:
         """The learner's policy version."""
@@ -86,14 +116,7 @@ class GroupQueue(Link):
 
     def finish(self) -> None:
         """The run has reached its last step."""
-
-        def write() -> None:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(self.keys.state, "finished", 1)
-                pipe.xadd(self.keys.events, {"e": "finish"}, maxlen=100, approximate=False)
-                pipe.execute()
-
-        self._call(write)
+        self._run("finish", [self.keys.state, self.keys.events], [])
 
     def finished(self) -> bool:
         """Whether the run has reached its last step, and no learner has begun since."""
@@ -108,8 +131,27 @@ class GroupQueue(Link):
             for entry_id, group_id, payload, known in entries
         ]
 
-    def _drop(self, epoch: int, counter: str, error: str, entries: Sequence[tuple[str, str]]) -> None:
+    def _prompts_of(self, deliveries: Sequence[Delivery]) -> tuple[int, list[bytes]]:
+        """The policy version, and the prompt of each group as it is to be released at that version; empty where none
+        can be read."""
+        version = int(self._call(lambda: self._client.hget(self.keys.state, "version")))
+        prompts = []
+        for delivery in deliveries:
+            entries = self._call(partial(self._client.xrange, self.keys.groups, delivery.entry_id, delivery.entry_id))
+            try:
+                prompt = wire.decode_prompt(entries[0][1].get(b"q", b"") if entries else b"")
+                prompts.append(wire.encode_prompt(replace(prompt, released_version=version)))
+            except WireError as error:
+                _log.warning("group %s expires for good, its prompt is lost: %s", delivery.group.group_id, error)
+                prompts.append(b"")
+        return version, prompts
+
+    def _drop(
+        self, epoch: int, counter: str, error: str, version: int, entries: Sequence[tuple[str, str, bytes]]
+    ) -> None:
         if entries:
             k = self.keys
             keys = [k.groups, k.dead, k.ledger, k.state, k.arrived, k.unsettled, k.events]
-            self._run("drop", keys, [LEARNER, epoch, counter, error, *(value for pair in entries for value in pair)])
+            keys += [k.prompts, k.outstanding, k.expiries]
+            values = [value for entry in entries for value in entry]
+            self._run("drop", keys, [LEARNER, epoch, counter, error, version, *values])

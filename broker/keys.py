@@ -5,14 +5,17 @@ slot and one script may touch several of them.
 
 | key       | type   | holds |
 |-----------|--------|-------|
-| prompts   | stream | `g` group id, `p` prompt: released, not yet answered; an entry id is a fencing token |
-| groups    | stream | `g` group id, `p` group: answered, not yet durable; one consumer per learner epoch |
-| dead      | stream | `g`, `p`, `error`, `from`: dead letters, the newest 1000 or so |
+| prompts   | stream | `g` group id, `p` prompt, `t` ms of its release: unanswered; an entry id is a fencing token |
+| groups    | stream | `g`, `t`, `p` group, `q` its prompt, `c` its generator: not yet durable; one consumer per epoch |
+| dead      | stream | the fields of what died, and `error`, `kind`, `by`: dead letters, the newest 1000 or so |
 | ledger    | hash   | counters of what happened; see `broker.records.Ledger` |
 | state     | hash   | position, version, epoch, finished, and the last take of the learner |
 | arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
-| unsettled | hash   | group id -> entry id in groups: trained, and in no durable checkpoint yet |
-| closed    | zset   | "entry-id outcome" of leases that ended in the last minutes: sent twice counts once |
+| outstanding | zset | group id scored by the version it was released at: released, and neither trained nor ended |
+| unsettled | zset   | the same of groups that were trained and are in no durable checkpoint yet |
+| expiries  | hash   | group id -> how often it expired and went back, until it ends |
+| contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
+| closed    | zset   | "entry-id outcome" of leases and dead letters that just ended: sent twice counts once |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
 | answers   | hash   | index -> packed answers of the open evaluation round; gone when it ends |
@@ -38,7 +41,10 @@ class Keys:
         self.ledger = self.prefix + "ledger"
         self.state = self.prefix + "state"
         self.arrived = self.prefix + "arrived"
+        self.outstanding = self.prefix + "outstanding"
         self.unsettled = self.prefix + "unsettled"
+        self.expiries = self.prefix + "expiries"
+        self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
         self.members = self.prefix + "members"
         self.eval = self.prefix + "eval"

@@ -1,127 +1,58 @@
-"""The connection to Redis or Valkey: where it is, whether it will do, and calls that survive its restarts.
+"""The connection to Redis or Valkey: scripts, and calls that survive its restarts.
 
-A call is repeated while the server cannot be reached, up to `RECONNECT_S`; therefore every write behind it is safe to
-send twice. Errors of the server that a caller must tell apart become our own: a fenced learner gets `FencedError`.
+A call is repeated while the server cannot be reached, up to `broker.reconnect_s`; therefore every write behind it is
+safe to send twice. Errors of the server that a caller must tell apart become our own: a fenced learner gets
+`FencedError`, a producer at the memory limit `BrokerFullError`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from redis.exceptions import RedisClusterException
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from broker.keys import GENERATORS, LEARNER, Keys
-from broker.server import MINIMUM_VERSION, read_endpoint
+from broker.pressure import BrokerFullError, Pressure
 from common.config import Config
-from common.errors import ConfigError, FencedError, HeadraceError
+from common.errors import FencedError, HeadraceError
 
-URL_VARIABLE = "HEADRACE_REDIS_URL"
-PASSWORD_VARIABLE = "HEADRACE_REDIS_PASSWORD"
-
-RECONNECT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
-# A blocking read must end well before the socket gives up on it.
-SOCKET_TIMEOUT_S = 15.0
+# A blocking read must end well before the socket gives up on it (`broker.clients.SOCKET_TIMEOUT_S`).
 MAX_BLOCK_MS = 5000
 
-_SCRIPTS = (
-    "append", "begin", "close", "drop", "eval_answer", "eval_begin", "eval_end", "eval_lease", "heartbeat", "ledger",
-    "reclaim", "release", "renew", "settle", "step", "take",
-)  # fmt: skip
+# What the server refuses at its memory limit; all other scripts run there too, they are what frees memory.
+GROWING = frozenset({"eval_begin", "release", "submit"})
+
+# A failover or a restart under way, as a server says it that does answer.
+_MOVING = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNBLOCKED")
 
 _T = TypeVar("_T")
 _log = logging.getLogger("headrace.broker")
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """A server's URL (never with a password) and its password."""
-
-    url: str
-    password: str | None
-
-
-def endpoint(config: Config) -> Endpoint:
-    """Where this run's server is: `broker.url`, else HEADRACE_REDIS_URL, else the server `headrace up` runs for it.
-
-    Raises:
-        ConfigError: nowhere, or the password file cannot be read.
-    """
-    url = config.broker.url or os.environ.get(URL_VARIABLE)
-    if url:
-        return Endpoint(url, _password(config))
-    try:
-        return Endpoint(*read_endpoint(config.run.folder))
-    except OSError:
-        raise ConfigError(
-            f"broker.url is null, {URL_VARIABLE} is not set and no server of `headrace up` runs in "
-            f"{config.run.folder}; set one of them, or start the run with `headrace up`"
-        ) from None
-
-
-def _password(config: Config) -> str | None:
-    # The variable belongs to the server `up` started; a configured URL goes with the configured file.
-    file, variable = config.broker.password_file, os.environ.get(PASSWORD_VARIABLE)
-    if file is None or (variable and not config.broker.url):
-        return variable or None
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"broker.password_file: {file} cannot be read: {error}") from None
-
-
-def open_client(where: Endpoint) -> Any:
-    """A client of a server that was seen to answer and to be new enough.
-
-    Raises:
-        ConfigError: nothing there, wrong password, or older than 7.0.
-    """
-    try:
-        client = redis.Redis.from_url(
-            where.url,
-            password=where.password,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=30,
-        )
-        found = str(client.info("server")["redis_version"])
-    except redis.AuthenticationError as error:
-        raise ConfigError(
-            f"broker {where.url}: the password was refused ({error}); set broker.password_file or {PASSWORD_VARIABLE}"
-        ) from None
-    except (redis.RedisError, OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"broker {where.url}: no Redis or Valkey server answers there ({error})") from None
-    if tuple(int(part) for part in found.split(".")[:2]) < MINIMUM_VERSION:
-        raise ConfigError(f"broker {where.url}: the server is version {found}; use Redis >= 7.0 or Valkey")
-    return client
-
-
 @cache
-def _script_text(name: str) -> str:
-    return (files("broker") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+def _script(name: str) -> tuple[str, str]:
+    """Text and SHA-1 of a script. `submit` is `close` as the memory limit holds for it."""
+    text = (files("broker") / "lua" / f"{'close' if name == 'submit' else name}.lua").read_text(encoding="utf-8")
+    if name == "submit":
+        text = text.replace("#!lua flags=allow-oom", "#!lua", 1)
+    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _transient(error: BaseException) -> bool:
     # redis-py derives AuthenticationError from ConnectionError; waiting does not make a password right.
-    return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not isinstance(
-        error, redis.exceptions.AuthenticationError | redis.exceptions.AuthorizationError
-    )
-
-
-def _say_waiting(state: RetryCallState) -> None:
-    if state.attempt_number == 2:  # one line per outage; the first failure is often just a stale connection
-        error = state.outcome.exception() if state.outcome else None
-        _log.warning("the broker does not answer (%s); trying for %d s", error, RECONNECT_S)
+    if isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    if isinstance(error, redis.ResponseError):
+        moved = redis.ReadOnlyError | redis.exceptions.ClusterError | redis.exceptions.AskError
+        return isinstance(error, moved) or str(error).startswith(_MOVING)
+    return isinstance(error, redis.ConnectionError | redis.TimeoutError | RedisClusterException)
 
 
 class Link:
@@ -131,55 +62,79 @@ class Link:
         self.config = config
         self.keys = Keys(config.run.run_id)
         self.url = url
+        self.pressure = Pressure(url)
         self._client = client
-        self._scripts = {name: client.register_script(_script_text(name)) for name in _SCRIPTS}
+
+    def open(self) -> None:
+        """Make the run's streams, where they are not there yet."""
         k = self.keys
-        for stream, group in ((k.prompts, GENERATORS), (k.eval, GENERATORS), (k.groups, LEARNER)):
-            self._create_group(stream, group)
+        self._run("open", [k.prompts, k.eval, k.groups], [GENERATORS, GENERATORS, LEARNER])
 
     def close(self) -> None:
         self._client.close()
 
-    def _create_group(self, stream: str, group: str) -> None:
-        try:
-            self._call(lambda: self._client.xgroup_create(stream, group, id="0", mkstream=True))
-        except HeadraceError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-
     def _run(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """Run a script of `broker/lua`."""
-        return self._call(lambda: self._scripts[script](keys=keys, args=args))
+        """Run a script of `broker/lua`.
+
+        Raises:
+            BrokerFullError: the server is at its memory limit and this script would add to what it holds.
+        """
+        text, sha = _script(script)
+
+        def run() -> Any:
+            try:
+                return self._client.evalsha(sha, len(keys), *keys, *args)
+            except redis.exceptions.NoScriptError:  # a server that started again, or took over, has none
+                return self._client.eval(text, len(keys), *keys, *args)
+
+        reply = self._call(run)
+        if script in GROWING:
+            self.pressure.accepted()
+        return reply
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """`function()`, repeated while the server cannot be reached.
 
         Raises:
             FencedError: the server says that this learner was replaced.
-            HeadraceError: unreachable for RECONNECT_S, or an error of the server.
+            HeadraceError: unreachable for `broker.reconnect_s`, or an error of the server.
         """
+        deadline_s = self.config.broker.reconnect_s
         retrying = Retrying(
             retry=retry_if_exception(_transient),
-            stop=stop_after_delay(RECONNECT_S),
+            stop=stop_after_delay(deadline_s),
             wait=wait_random_exponential(multiplier=0.05, max=2.0),
-            before_sleep=_say_waiting,
+            before_sleep=self._before_retry,
             reraise=True,
         )
         try:
             return retrying(function)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise HeadraceError(f"broker {self.url}: no answer for {RECONNECT_S:.0f} s: {error}") from error
         except redis.OutOfMemoryError as error:
-            raise BrokerFullError(
-                f"broker {self.url}: at its memory limit; raise broker.maxmemory_mb, or the server's maxmemory"
-            ) from error
-        except redis.ResponseError as error:
-            if str(error).startswith("FENCED"):
-                raise FencedError(
-                    f"run {self.config.run.run_id}: a newer learner took over ({str(error).split(' script:')[0]})"
-                ) from error
-            raise HeadraceError(f"broker {self.url}: {error}") from error
+            why = "it is at its memory limit; raise broker.maxmemory_mb, or the server's maxmemory"
+            raise self._full(why) from error
+        except (redis.RedisError, RedisClusterException) as error:
+            if _transient(error):
+                raise HeadraceError(f"broker {self.url}: no answer for {deadline_s:.0f} s: {error}") from error
+            raise self._translated(error) from error
 
+    def _full(self, why: str) -> BrokerFullError:
+        self.pressure.refused(why)
+        return BrokerFullError(f"broker {self.url}: {why}")
 
-class BrokerFullError(HeadraceError):
-    """The server is at its memory limit. Reading, submitting and settling still work; releasing waits."""
+    def _translated(self, error: Exception) -> HeadraceError:
+        run = self.config.run.run_id
+        if str(error).startswith("FENCED"):
+            return FencedError(f"run {run}: a newer learner took over ({str(error).split(' script:')[0]})")
+        if str(error).startswith("NOGROUP") or "requires the key to exist" in str(error):
+            return HeadraceError(f"broker {self.url}: run {run} is not, or no longer, on this server ({error})")
+        if isinstance(error, redis.exceptions.NoPermissionError) or str(error).startswith("ACL failure in script"):
+            return HeadraceError(f"broker {self.url}: {error}; `headrace broker acl` prints what each role needs")
+        return HeadraceError(f"broker {self.url}: {error}")
+
+    def _before_retry(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        pool = getattr(self._client, "connection_pool", None)
+        if isinstance(error, redis.ReadOnlyError) and pool is not None:
+            pool.disconnect(inuse_connections=False)  # this server was demoted; its name may lead to another one now
+        if state.attempt_number == 2:  # one line per outage; the first failure is often just a stale connection
+            _log.warning("the broker does not answer (%s); trying for %g s", error, self.config.broker.reconnect_s)

@@ -23,8 +23,8 @@ import yaml
 from rich.console import Console
 
 from broker.audit import equation
+from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE, USER_VARIABLE, Endpoint, endpoint
 from broker.guard import SERVER, Guard
-from broker.link import PASSWORD_VARIABLE, URL_VARIABLE, Endpoint, endpoint
 from broker.processes import MARK, Child, Command, Waiter, kill_family, mark
 from broker.progress import REFRESH_S, MetricsTail, Observer, Progress
 from broker.server import Server
@@ -139,7 +139,7 @@ class Fleet:
     # --- starting
 
     def _start_server(self) -> None:
-        if self.config.broker.url is not None or os.environ.get(URL_VARIABLE):
+        if self.config.broker.address is not None or os.environ.get(URL_VARIABLE):
             self._where = endpoint(self.config)
             return
         os.environ[MARK] = mark(self._token, SERVER)  # inherited by the server, for the guard
@@ -152,7 +152,11 @@ class Fleet:
         self._waiter.watch(self._server.process.pid)
 
     def _start_members(self) -> None:
-        where = {URL_VARIABLE: self._where.url, PASSWORD_VARIABLE: self._where.password or ""}
+        where = {
+            URL_VARIABLE: self._where.url,
+            USER_VARIABLE: self._where.user or "",
+            PASSWORD_VARIABLE: self._where.password or "",
+        }
         for command in self._commands:
             command = Command(command.name, command.role, command.argv, {**where, **command.environ})
             child = Child(command, self._token, self._logs)

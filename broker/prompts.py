@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.keys import GENERATORS
-from broker.link import MAX_BLOCK_MS, BrokerFullError, Link, _log
+from broker.link import MAX_BLOCK_MS, Link, _log
+from broker.pressure import BrokerFullError
 from broker.records import FilteredKind, Lease
 from common import wire
 from common.errors import WireError
@@ -27,20 +28,29 @@ class PromptQueue(Link):
         """How many prompts of the source were ever released."""
         return int(self._call(lambda: self._client.hget(self.keys.state, "position")) or 0)
 
-    def release(self, prompts: Sequence[Prompt], position: int) -> bool:
+    def release(self, prompts: Sequence[Prompt], position: int, most_outstanding: int | None = None) -> bool:
         """Release `prompts`, the source's prompts from `position` on, all or none.
+
+        Args:
+            prompts: what to release.
+            position: of the first of them.
+            most_outstanding: groups that may be outstanding afterwards, these included; None: any number.
 
         Returns:
             False: the position is not `position` any more (another feeder, or an earlier copy of this call, released
-            them), or the server is at its memory limit. Nothing was written; read `position()` again.
+            them), there is no budget for all of them, or the server is at its memory limit. Nothing was written; read
+            `position()` and the ledger again.
         """
         if not prompts:
             return True
-        keys, args = self.keys, [value for prompt in prompts for value in (prompt.group_id, wire.encode_prompt(prompt))]
+        k = self.keys
+        args: list[str | bytes | int] = []
+        for each in prompts:
+            args += [each.group_id, each.released_version, wire.encode_prompt(each)]
         try:
-            return bool(self._run("release", [keys.prompts, keys.ledger, keys.state], [position, *args]))
-        except BrokerFullError as error:
-            _log.warning("no prompts released: %s", error)
+            bound = "" if most_outstanding is None else most_outstanding
+            return bool(self._run("release", [k.prompts, k.ledger, k.state, k.outstanding], [position, bound, *args]))
+        except BrokerFullError:
             return False
 
     def lease(self, consumer: str, count: int, block_ms: int) -> list[Lease]:
@@ -59,7 +69,7 @@ class PromptQueue(Link):
                 leases.append(Lease(entry_id, wire.decode_prompt(fields.get(b"p", b""))))
             except WireError as error:
                 _log.warning("prompt entry %s dead-lettered: %s", entry_id, error)
-                self._close(consumer, entry_id, "dead", "", b"", str(error))
+                self._close(consumer, entry_id, "dead", "", b"", str(error), "damaged")
         return leases
 
     def renew(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
@@ -73,6 +83,9 @@ class PromptQueue(Link):
 
         Returns:
             False: the lease was taken over. The group is discarded and counted as a duplicate.
+
+        Raises:
+            BrokerFullError: the server is at its memory limit; the lease is still held.
         """
         return self._close(consumer, entry_id, "submitted", group.group_id, wire.encode_group(group))
 
@@ -87,7 +100,7 @@ class PromptQueue(Link):
             self._close(consumer, entry_id, "retried", prompt.group_id, again)
         else:
             _log.warning("prompt %s dead-lettered after %d attempts: %s", prompt.group_id, prompt.attempt + 1, error)
-            self._close(consumer, entry_id, "dead", prompt.group_id, b"", error)
+            self._close(consumer, entry_id, "dead", prompt.group_id, b"", error, "data")
 
     def give_back(self, consumer: str, entry_id: str, prompt: Prompt) -> None:
         """An infrastructure failure, or the generator leaves: released again, the prompt loses nothing."""
@@ -111,11 +124,14 @@ class PromptQueue(Link):
         ]
 
     def _close(
-        self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = ""
+        self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = "", kind: str = ""
     ) -> bool:
         k = self.keys
-        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events]
-        return bool(self._run("close", keys, [GENERATORS, consumer, entry_id, outcome, group_id, payload, error]))
+        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
+        keys.append(k.contained)
+        script = "submit" if outcome == "submitted" else "close"
+        args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind]
+        return bool(self._run(script, keys, args))
 
 
 def _ms(seconds: float) -> int:

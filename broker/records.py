@@ -30,16 +30,19 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What happened to every released prompt. All but `outstanding` are counters; `outstanding` is measured from the
-    streams at the same instant, so the equation is a real check:
+    """What happened to every release of a prompt. All but `outstanding` are counters; that is measured from the streams
+    at the same instant, so the equation is a real check:
 
         released = trained + filtered_correct + filtered_wrong + filtered_equal + expired + dead + outstanding
 
-    `submitted`, `settled` (the part of `trained` that is durable) and `duplicates` (late results of leases that were
-    taken over) are not terms of it.
+    A prompt whose group expired is released again: each release ends in exactly one way, and `rereleased` is the part
+    of `released` that was a prompt's second or later one. A dead letter that is put back is outstanding and not dead
+    any more. `submitted`, `settled` (the part of `trained` that left Redis) and `duplicates` (late results of leases
+    that were taken over) are not terms of the equation.
     """
 
     released: int = 0
+    rereleased: int = 0
     submitted: int = 0
     filtered_correct: int = 0
     filtered_wrong: int = 0
@@ -79,10 +82,55 @@ class Queues:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A prompt or group that was given up. `group_id` is empty where even that could not be read."""
+    """A prompt or group that was given up.
+
+    Attributes:
+        entry_id: its entry in the stream of dead letters.
+        group_id: empty where even that could not be read.
+        kind: `data`: its sampling or its reward failed `max_attempts` times; `damaged`: a released prompt or its group
+            that cannot be read; `foreign`: bytes that no release of this run produced, which the ledger does not count.
+        error: the last one, in full.
+        generator: whose lease or group it was; empty where nobody can tell.
+        attempts: releases of the prompt that failed, this one included; 0 where the prompt cannot be read.
+        age_s: seconds since it was given up, by the server's clock.
+        prompt: what is sampled again when it is retried; None where it cannot be.
+    """
+
+    entry_id: str
+    group_id: str
+    kind: str
+    error: str
+    generator: str
+    attempts: int
+    age_s: float
+    prompt: Prompt | None
+
+    @property
+    def id(self) -> str:
+        """What names it on the command line: the group's id, else the entry's."""
+        return self.group_id or self.entry_id
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a group is: `place` in words, `age_s` seconds after its (last) release."""
 
     group_id: str
-    error: str
+    place: str
+    age_s: float
+
+    def __str__(self) -> str:
+        return f"{self.group_id}, {self.age_s:.1f} s old: {self.place}"
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The oldest group that is outstanding and the oldest that is trained but not settled, by the version of their
+    release; and how often each group that has not ended expired before."""
+
+    outstanding: Whereabouts | None
+    unsettled: Whereabouts | None
+    expiries: dict[str, int]
 
 
 @dataclass(frozen=True)

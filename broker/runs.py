@@ -37,6 +37,6 @@ def existing_run(config: Config, run_id: str | None) -> Config:
         ConfigError: no id is given or configured, the server is `up`'s own, and there is no folder of such a run.
     """
     chosen = run_id or config.run.id or newest_run_id(config.run)
-    if chosen is None and config.broker.url is None:
+    if chosen is None and config.broker.address is None:
         raise ConfigError(f"{config.run.dir}: no run named {config.run.name!r} there; give its id with --run-id")
     return with_run_id(config, chosen or config.run.run_id)

@@ -32,7 +32,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
         stopping: set it to stop the service; by default, and in the main thread only, SIGTERM and SIGINT do.
 
     Raises:
-        HeadraceError: the source cannot be opened, or the server is gone for longer than a minute.
+        HeadraceError: the source cannot be opened, or the server is gone for longer than `broker.reconnect_s`.
     """
     log = logging.setup(config.run.run_id, "broker")
     broker = Broker.connect(config)
@@ -103,7 +103,7 @@ def _tick(broker: Broker, feeder: Feeder, member_id: str, log: Logger) -> None:
             version=version,
             host=socket.gethostname(),
             pid=os.getpid(),
-            counters={"released": float(feeder.released)},
+            counters={"released": float(feeder.released), "broker_full_s": broker.pressure.seconds},
         )
     )
     for entry_id, consumer in broker.reclaim():

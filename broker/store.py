@@ -1,8 +1,8 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
-Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), evaluation rounds
-(`broker.evaluations`), members and messages (`broker.fleet`), and the readings below. Every write is one atomic script
-that is safe to send twice.
+Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
+(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), and the
+readings below. Every write is one atomic script that is safe to send twice.
 """
 
 from __future__ import annotations
@@ -10,33 +10,54 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from broker.clients import Endpoint, endpoint, open_client
+from broker.deadletters import DeadLetters
 from broker.evaluations import Evaluations
 from broker.fleet import Fleet
 from broker.groups import GroupQueue
 from broker.keys import GENERATORS, LEARNER
-from broker.link import Endpoint, endpoint, open_client
 from broker.prompts import PromptQueue
-from broker.records import DeadLetter, Ledger, Queues
+from broker.records import Ledger, Queues, Unfinished, Whereabouts
 from common.config import Config
+from common.trajectory import Group
 
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
 
-class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
+class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
     """One run in Redis. From asyncio, call it through `asyncio.to_thread`.
 
-    Every method may raise HeadraceError where the server stays unreachable for a minute.
+    Every method may raise HeadraceError where the server stays unreachable for `broker.reconnect_s`.
     """
 
     @classmethod
-    def connect(cls, config: Config, where: Endpoint | None = None) -> Broker:
+    def connect(cls, config: Config, where: Endpoint | None = None, reader: bool = False) -> Broker:
         """Connect to the run's server: `where`, or what the configuration, the environment or the run's folder say.
+
+        Args:
+            reader: this one only looks, and may do no more; it finds nothing where no other part has ever connected.
 
         Raises:
             ConfigError: no server there, one older than 7.0, or a wrong password.
         """
         where = where or endpoint(config)
-        return cls(open_client(where), config, where.url)
+        broker = cls(open_client(where, config.broker), config, where.url)
+        if not reader:
+            broker.open()
+        return broker
+
+    def submit(self, consumer: str, entry_id: str, group: Group) -> bool:
+        """As `PromptQueue.submit`, within `broker.max_bytes`: the size is sampled first, so a few groups may pass it.
+
+        Raises:
+            BrokerFullError: the groups, or the server, take no more now; the lease is still held.
+        """
+        limit = self.config.broker.max_bytes
+        if limit is not None:
+            size = self._call(lambda: self._client.memory_usage(self.keys.groups)) or 0
+            if size > limit:
+                raise self._full(f"its groups take {size} bytes, more than broker.max_bytes ({limit})")
+        return super().submit(consumer, entry_id, group)
 
     def ledger(self) -> Ledger:
         """The ledger, of one instant."""
@@ -49,30 +70,37 @@ class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
 
     def queues(self) -> Queues:
         """What waits and what is held. Lengths are exact: waiting = XLEN - pending, since what is done is deleted."""
-
-        def read() -> Any:
-            with self._client.pipeline(transaction=True) as pipe:
-                for stream, group in ((self.keys.prompts, GENERATORS), (self.keys.groups, LEARNER)):
-                    pipe.xlen(stream)
-                    pipe.xpending(stream, group)
-                pipe.hlen(self.keys.unsettled)
-                pipe.xlen(self.keys.dead)
-                return pipe.execute()
-
-        prompts, leased, groups, held, unsettled, dead = self._call(read)
+        k = self.keys
+        keys = [k.prompts, k.groups, k.unsettled, k.dead]
+        prompts, leased, groups, held, unsettled, dead = self._run("queues", keys, [GENERATORS, LEARNER])
         return Queues(
-            prompts_waiting=prompts - leased["pending"],
-            prompts_leased=leased["pending"],
-            groups_waiting=groups - held["pending"],
-            groups_held=held["pending"] - unsettled,
+            prompts_waiting=prompts - leased,
+            prompts_leased=leased,
+            groups_waiting=groups - held,
+            groups_held=held - unsettled,
             unsettled=unsettled,
             dead_letters=dead,
         )
 
-    def dead_letters(self, limit: int = 10) -> list[DeadLetter]:
-        """The newest dead letters, newest first."""
-        entries = self._call(lambda: self._client.xrevrange(self.keys.dead, count=limit))
-        return [
-            DeadLetter(*(values.get(name, b"").decode(errors="replace") for name in (b"g", b"error")))
-            for _, values in entries
-        ]
+    def unfinished(self) -> Unfinished:
+        """The oldest groups that have not ended, and how often those that have not ended expired; of one instant."""
+        k = self.keys
+        keys = [k.prompts, k.groups, k.outstanding, k.unsettled, k.arrived, k.expiries]
+        outstanding, unsettled, flat = self._run("oldest", keys, [GENERATORS, LEARNER])
+        expiries = {name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}
+        return Unfinished(_whereabouts(outstanding), _whereabouts(unsettled, trained=True), expiries)
+
+
+def _whereabouts(reply: list[Any], trained: bool = False) -> Whereabouts | None:
+    if not reply:
+        return None
+    group_id, stream, holder = (value.decode(errors="replace") for value in reply[:3])
+    if trained:
+        place = "trained, and in no durable checkpoint yet"
+    elif stream == "prompts":
+        place = f"leased by {holder}" if holder else "queued prompt"
+    elif stream == "groups":
+        place = f"taken by the learner ({holder})" if holder else "group in the stream"
+    else:
+        place = "LOST: neither among the prompts nor among the groups"
+    return Whereabouts(group_id, place, max(0, int(reply[3])) / 1000)

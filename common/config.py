@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from common.config_broker import SentinelConfig as SentinelConfig
+from common.config_broker import TlsConfig as TlsConfig
+from common.config_broker import check_url, scheme
 from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
@@ -158,9 +161,19 @@ class BrokerConfig(Section):
     """Where Redis or Valkey is and how leases behave."""
 
     url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL. Null: `headrace up` starts a Valkey server of its own."
+        None,
+        description="redis://, rediss:// or unix:// URL, or redis+sentinel://host:port[,host:port]/service "
+        "(rediss+sentinel:// for TLS). Null: `headrace up` starts a Valkey server of its own.",
     )
+    sentinel: SentinelConfig | None = Field(None, description="Instead of a redis+sentinel:// URL.")
+    cluster: bool = Field(False, description="The URL is that of a node of a cluster.")
+    user: str | None = Field(None, pattern=r"^\S+$", description="ACL user; null: HEADRACE_REDIS_USER, or default.")
     password_file: Path | None = Field(None, description="File that holds the password; never put it in the URL.")
+    tls: TlsConfig | None = None
+    reconnect_s: PositiveFloat = Field(120.0, description="A process ends after this long without a server.")
+    max_bytes: PositiveInt | None = Field(
+        None, description="Generators hold their groups back while those in the server take more; null: maxmemory does."
+    )
     port: int | None = Field(None, ge=1, le=65535, description="Port of `up`'s server; null: unix socket only.")
     maxmemory_mb: PositiveInt = Field(1024, description="Memory limit of the server `up` starts.")
     heartbeat_s: PositiveFloat = 1.0
@@ -170,23 +183,46 @@ class BrokerConfig(Section):
 
     @field_validator("url")
     @classmethod
-    def _no_password(cls, url: str | None) -> str | None:
-        if url is None:
-            return url
-        if not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
-        if "@" in url and ":" in url.split("@", 1)[0].split("//", 1)[1]:
-            raise ValueError("must not contain a password: use broker.password_file or HEADRACE_REDIS_PASSWORD")
-        return url
+    def _reachable(cls, url: str | None) -> str | None:
+        return url if url is None else check_url(url)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> BrokerConfig:
+        if self.url and self.sentinel:
+            raise ValueError("url and sentinel are both set; use one of them")
+        if self.cluster and (self.sentinel or (self.url and scheme(self.url) not in ("redis", "rediss"))):
+            raise ValueError("cluster is true: use a redis:// or rediss:// url of one of its nodes, and no sentinel")
+        if self.tls and self.url and not self.url.startswith("rediss"):
+            raise ValueError(f"tls is set and url is {scheme(self.url)}://; use rediss://, or leave tls out")
+        if self.user and self.url and "@" in self.url:
+            raise ValueError("user is set and the url names one too; use one of them")
+        return self
+
+    @property
+    def address(self) -> str | None:
+        """URL of the configured server, sentinels included; None where none is configured."""
+        if self.sentinel is None:
+            return self.url
+        kind = "rediss" if self.tls else "redis"
+        return f"{kind}+sentinel://{','.join(self.sentinel.hosts)}/{self.sentinel.service}"
 
 
 class StalenessConfig(Section):
     """How old, in policy versions, a token may be when it enters an optimizer step."""
 
     max_staleness: NonNegativeInt = 2
-    expired_tokens: Literal["mask", "drop"] = Field(
-        "mask", description="mask: tokens that are too old leave the loss; drop: their whole group does."
+    expired_tokens: Literal["mask", "drop", "wait"] = Field(
+        "mask",
+        description="mask: tokens that are too old leave the loss; drop: their whole group goes, and its prompt is "
+        "sampled again; wait: no token gets too old, since the learner waits for the oldest prompts.",
     )
+
+    @property
+    def sampling_lag(self) -> int:
+        """How many versions older than the learner's at a prompt's release the weights may be that begin to sample it.
+
+        None with `wait`: its deadlines count from the release."""
+        return 0 if self.expired_tokens == "wait" else self.max_staleness
 
 
 class LearnerConfig(Section):
@@ -201,6 +237,11 @@ class LearnerConfig(Section):
     max_steps: PositiveInt = 1000
     checkpoint_every: PositiveInt = Field(100, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = 2
+    settle_on: Literal["checkpoint", "step"] = Field(
+        "checkpoint",
+        description="When trained groups leave Redis. checkpoint: when one that contains them is durable; a crash "
+        "trains them again. step: right after their step; a crash loses what the last checkpoint lacks.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     gradient_checkpointing: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")

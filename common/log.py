@@ -30,6 +30,8 @@ def setup(run: str, component: str, level: int = logging.INFO) -> Logger:
     root.setLevel(level)
     root.propagate = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+    # The defaults are for rooms that log without a Logger of their own.
+    defaults = {"run": run, "component": component, "version": "-"}
+    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S", defaults=defaults))
     root.handlers[:] = [handler]
     return Logger(run, component)

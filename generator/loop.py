@@ -18,11 +18,11 @@ import socket
 import time
 from collections.abc import Coroutine
 
-from broker import Broker, Lease, Member
+from broker import Broker, Lease, Member, until_taken
 from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
-from common.trajectory import Group, Response
+from common.trajectory import Group, Prompt, Response
 from generator.engine import Engine, Sampled, check_finite
 from generator.live import LiveEvaluation
 from generator.rewards import DataFailure, RewardPool, Score, shape, uninformative
@@ -97,7 +97,8 @@ class Generator:
                 started = time.monotonic()
                 leases = await asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS)
                 self._blocked_s += time.monotonic() - started
-                if not leases:
+                # A server that lost its last second may hand out again what we are working on.
+                if not leases or leases[0].entry_id in self._in_flight:
                     slots.release()
                     continue
                 self._in_flight[leases[0].entry_id] = leases[0]
@@ -118,7 +119,7 @@ class Generator:
 
     async def _sample_and_settle(self, lease: Lease) -> None:
         prompt = lease.prompt
-        await self.receiver.wait_for_version(prompt.released_version - self.config.staleness.max_staleness)
+        await self._wait_until_current(prompt)
         samples = await self.engine.sample(lease.entry_id, prompt.token_ids, self.config.sampling.group_size)
         sampled_at = time.time()
         check_finite(samples, prompt.group_id)
@@ -129,11 +130,20 @@ class Generator:
             await asyncio.to_thread(self.broker.filtered, self.id, lease.entry_id, kind)
             return
         group = self._group(lease, samples, scores, sampled_at)
-        if await asyncio.to_thread(self.broker.submit, self.id, lease.entry_id, group):
+        if await until_taken(lambda: self.broker.submit(self.id, lease.entry_id, group)):
             self._counts["groups"] += 1
         else:
             self._counts["duplicates"] += 1
             self.log.warning("prompt %s: lease was taken over, group discarded", prompt.group_id)
+
+    async def _wait_until_current(self, prompt: Prompt) -> None:
+        """Return when the weights are recent enough for the prompt: for the learner that released it, or, where that
+        one died and its successor resumed from an older version, for the successor."""
+        bound = self.config.staleness.sampling_lag
+        while self.receiver.version < prompt.released_version - bound:
+            if self.receiver.version >= await asyncio.to_thread(self.broker.version) - bound:
+                return
+            await self.receiver.wait_for_update(self.config.broker.heartbeat_s)
 
     def _group(self, lease: Lease, samples: list[Sampled], scores: list[Score], sampled_at: float) -> Group:
         rewards = shape(scores, [len(sample.token_ids) for sample in samples], self.config)
@@ -176,6 +186,7 @@ class Generator:
         state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
+        counters["broker_full_s"] = self.broker.pressure.seconds
         if self.evaluation is not None:
             counters["evaluated"] = self.evaluation.answered
         return Member(

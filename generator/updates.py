@@ -8,6 +8,7 @@ group, who is dropped, what is sent again) are the learner's: this end does what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Literal
 
@@ -62,6 +63,12 @@ class WeightReceiver:
         """Return when the engine's weights are of `version` or newer (at least of some version)."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= max(version, 0))
+
+    async def wait_for_update(self, timeout_s: float) -> None:
+        """Return when other weights are loaded, at the latest after `timeout_s`."""
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     async def _handle(self, message: dict[str, object]) -> None:
         try:

@@ -167,13 +167,23 @@ def split_groups(groups: Sequence[Group], parts: int) -> list[list[Group]]:
 
 
 def expired(group: Group, config: Config, policy_version: int) -> bool:
-    """Whether the whole group is too old to train: any token is (`drop`), or every token is (`mask`)."""
-    too_old = [
+    """Whether the whole group is too old to train: every token is (`mask`), or any token is (`drop`, `wait`)."""
+    too_old = _too_old(group, config, policy_version)
+    return all(too_old) if config.staleness.expired_tokens == "mask" else any(too_old)
+
+
+def any_too_old(group: Group, config: Config, policy_version: int) -> bool:
+    """Whether any token of the group is too old to train."""
+    return any(_too_old(group, config, policy_version))
+
+
+def _too_old(group: Group, config: Config, policy_version: int) -> list[bool]:
+    """For each version run of each response."""
+    return [
         abs(policy_version - run.version) > config.staleness.max_staleness
         for response in group.responses
         for run in response.versions
     ]
-    return any(too_old) if config.staleness.expired_tokens == "drop" else all(too_old)
 
 
 def build_step(groups: Sequence[Group], config: Config, policy_version: int) -> Step:

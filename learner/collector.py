@@ -1,22 +1,26 @@
 """Fills batches from the group stream, reading ahead in a thread so that a step never waits for decoding.
 
 Promise: a batch holds exactly `groups_per_step` groups, none of them too old to train at the version it is taken for;
-what is too old is reported as expired, and what is left over waits for the next batch.
+what is too old expires, which sends its prompt to be sampled again, and what is left over waits for the next batch.
+Which groups a batch takes is decided by `learner.pending`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 
 from broker import Broker, Delivery
 from common.config import Config
 from learner.batch import expired
+from learner.pending import Pending
 
 _TAKE_BLOCK_MS = 500
+# How soon `next` looks again at `stopping`, and at what is outstanding.
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Collector:
     def __init__(self, broker: Broker, epoch: int, config: Config) -> None:
         self._broker, self._epoch, self._config = broker, epoch, config
         self._ready: queue.Queue[Delivery | Exception] = queue.Queue(maxsize=2 * config.learner.groups_per_step)
-        self._pending: deque[Delivery] = deque()
+        self._pending = Pending(config)
         self._waited_s = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, name="collector", daemon=True)
@@ -62,36 +66,41 @@ class Collector:
             HeadraceError: the broker is gone for longer than its deadline, or this learner was fenced.
         """
         started = time.monotonic()
-        self._drop_expired(version)
-        wanted = self._config.learner.groups_per_step
-        while len(self._pending) < wanted and not stopping.is_set():
+        self._broker.expire(self._epoch, self._pending.take_expired(version))
+        while True:
+            self._accept_ready(version)
+            batch = self._choose(version)
             remaining = timeout_s - (time.monotonic() - started)
-            if remaining <= 0:
+            if batch is not None or remaining <= 0 or stopping.is_set():
                 break
-            try:
-                item = self._ready.get(timeout=min(remaining, 0.5))  # looks at `stopping` in between
-            except queue.Empty:
-                continue
-            if isinstance(item, Exception):
-                raise item
-            self._accept(item, version)
+            with contextlib.suppress(queue.Empty):
+                self._accept(self._ready.get(timeout=min(remaining, _LOOK_S)), version)
         self._waited_s += time.monotonic() - started
-        if len(self._pending) < wanted:
+        if batch is None:
             return None
-        batch = Batch(tuple(self._pending.popleft() for _ in range(wanted)), self._waited_s)
+        taken = Batch(batch, self._waited_s)
         self._waited_s = 0.0
-        return batch
+        return taken
 
-    def _drop_expired(self, version: int) -> None:
-        pending, self._pending = self._pending, deque()
-        for delivery in pending:
-            self._accept(delivery, version)
+    def _choose(self, version: int) -> tuple[Delivery, ...] | None:
+        if not self._pending.full:
+            return None
+        bounds = self._pending.bounds(version)
+        return self._pending.choose(version, self._broker.outstanding_until(bounds) if bounds else ())
 
-    def _accept(self, delivery: Delivery, version: int) -> None:
-        if expired(delivery.group, self._config, version):
-            self._broker.expire(self._epoch, [delivery])
+    def _accept_ready(self, version: int) -> None:
+        """Take over what was read ahead: until a batch is full, or all of it where the choice looks at all of it."""
+        with contextlib.suppress(queue.Empty):
+            while self._pending.bounds(version) or not self._pending.full:
+                self._accept(self._ready.get_nowait(), version)
+
+    def _accept(self, item: Delivery | Exception, version: int) -> None:
+        if isinstance(item, Exception):
+            raise item
+        if expired(item.group, self._config, version):
+            self._broker.expire(self._epoch, [item])
         else:
-            self._pending.append(delivery)
+            self._pending.add(item)
 
     def close(self) -> None:
         self._stopping.set()

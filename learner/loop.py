@@ -7,7 +7,8 @@ promises:
 - the policy version goes up by one per batch, and weights are on their way to the generators before anything else
   happens after the step;
 - groups are acknowledged to the broker only when a checkpoint that contains their effect is durable, and the
-  checkpoint carries the ids of those that were not yet acknowledged when it was made.
+  checkpoint carries the ids of those that were not yet acknowledged when it was made (`learner.settle_on: checkpoint`;
+  see `learner.settling`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from common.errors import ConfigError
 from common.log import Logger
 from common.metrics import JsonlSink, MetricSink, TensorBoardSink
 from learner import checkpoint, ranks
-from learner.batch import Step, build_step, split_groups
+from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.collector import Batch, Collector
 from learner.packing import Packed, plan
 from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
+from learner.settling import Settling
 from learner.trainer import Trainer, UpdateResult
 
 
@@ -65,6 +67,7 @@ class Learner:
         self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
         self.version = 0
+        self._resume = resume
         self._start = self._resume_from() if resume else None
 
     def _resume_from(self) -> Path | None:
@@ -84,16 +87,16 @@ class Learner:
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         started = time.monotonic()
         self.trainer = Trainer(self.config)
-        groups: tuple[str, ...] = ()
+        restored: checkpoint.State | None = None
         if self._start is not None:
+            restored = checkpoint.read_state(self._start)
             self.trainer.load(self._start)
-            state = checkpoint.read_state(self._start)
-            self.version, groups = state.version, state.groups
+            self.version = restored.version
         self.log.version = str(self.version)
         seconds = time.monotonic() - started
         self.log.info("model and optimizer ready after %.1f s, %d ranks", seconds, dist.get_world_size())
         if dist.get_rank() == 0:
-            self._lead(groups)
+            self._lead(restored)
         else:
             self._follow()
         dist.destroy_process_group()
@@ -132,9 +135,12 @@ class Learner:
 
     # --- rank 0
 
-    def _lead(self, contained: tuple[str, ...]) -> None:
+    def _lead(self, restored: checkpoint.State | None) -> None:
         broker = Broker.connect(self.config)
+        contained = restored.groups if restored is not None else ()
         epoch = broker.begin(self.version, contained)
+        if self._resume:
+            checkpoint.require_newest(self.root, restored)
         self.log.info("learner epoch %d begins", epoch)
         publisher = WeightPublisher(broker, self.config, self.log)
         collector = Collector(broker, epoch, self.config)
@@ -142,7 +148,7 @@ class Learner:
         folder = self.config.run.folder
         sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
         reporter = Reporter(self.config, broker, sinks, self.log)
-        unsettled: list[str] = []
+        settling = Settling(broker, epoch, self.config, contained)
         try:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
@@ -158,6 +164,7 @@ class Learner:
                 before = self.version
                 save = (self.version + 1) % self.config.learner.checkpoint_every == 0
                 if save:
+                    broker.hold(epoch)  # a successor may be writing there
                     checkpoint.prepare(self.root, self.version + 1)
                 started = time.time()
                 results = self._train(self._tell(self._shares(steps, save)))
@@ -167,12 +174,11 @@ class Learner:
                     self._skip(broker, epoch, batch)
                     continue
                 publish_s = self._publish(publisher)
-                broker.step(epoch, self.version, batch.deliveries)
-                unsettled += [delivery.group.group_id for delivery in batch.deliveries]
+                settling.trained(self.version, batch)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
                 if save:
-                    self._save(broker, epoch, unsettled)
-            self._finish(broker, epoch, publisher, unsettled)
+                    self._save(broker, epoch, settling)
+            self._finish(broker, epoch, publisher, settling)
         finally:
             collector.close()
             publisher.close()
@@ -189,8 +195,11 @@ class Learner:
                 self.log.error("value loss or its gradient not finite: critic's update left out; its groups: %s", ids)
 
     def _skip(self, broker: Broker, epoch: int, batch: Batch) -> None:
-        self.log.warning("no token of the batch may be trained: step skipped, %d groups expired", len(batch.deliveries))
-        broker.expire(epoch, batch.deliveries)
+        """The batch trained nothing. Groups that hold old tokens are sampled again; the others would be the same."""
+        self.log.warning("the batch trained nothing: step skipped, %d groups expired", len(batch.deliveries))
+        for each in batch.deliveries:
+            old = any_too_old(each.group, self.config, self.version)
+            (broker.expire if old else broker.discard)(epoch, [each])
 
     def _build(self, batch: Batch) -> list[Step]:
         """The optimizer steps of a batch: mini-batches of whole groups; one without a trainable token is left out."""
@@ -210,24 +219,25 @@ class Learner:
         ranks.scatter([share.to_bytes() for share in shares])
         return shares[0]
 
-    def _save(self, broker: Broker, epoch: int, unsettled: list[str]) -> None:
+    def _save(self, broker: Broker, epoch: int, settling: Settling) -> None:
         """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
         started = time.monotonic()
         self.trainer.save(checkpoint.partial_for(self.root, self.version))
-        state = checkpoint.State(self.version, dist.get_world_size(), tuple(unsettled))
+        state = checkpoint.State(self.version, dist.get_world_size(), settling.ids, epoch)
+        broker.hold(epoch)
         folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
-        broker.settle(epoch, unsettled)
-        unsettled.clear()
+        settling.saved()
         self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
 
-    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, unsettled: list[str]) -> None:
+    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, settling: Settling) -> None:
         """The last checkpoint; then, if the run is complete, everybody is told."""
-        last = bool(unsettled)
+        last = not settling.durable
         if last:
+            broker.hold(epoch)
             checkpoint.prepare(self.root, self.version)
         self._tell([Share("stop", save=last)] * dist.get_world_size())
         if last:
-            self._save(broker, epoch, unsettled)
+            self._save(broker, epoch, settling)
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)

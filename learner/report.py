@@ -146,6 +146,7 @@ class Reporter:
             "filtered_equal": float(ledger.filtered_equal - before.filtered_equal),
             "expired": float(ledger.expired - before.expired),
             "dead": float(ledger.dead - before.dead),
+            "duplicates": float(ledger.duplicates - before.duplicates),
             "outstanding": float(ledger.outstanding),
         }
 

@@ -1,21 +1,30 @@
 #!lua flags=allow-oom
 -- A new incarnation of the learner. Older ones are fenced; what the restored checkpoint contains is settled; everything
 -- else in the stream, trained or not, will be delivered again.
--- KEYS  1 groups  2 ledger  3 state  4 arrived  5 unsettled  6 events
+-- KEYS  1 groups  2 ledger  3 state  4 arrived  5 unsettled  6 events  7 outstanding  8 expiries  9 contained
 -- ARGV  1 consumer group  2 version of the restored weights, then the group ids they contain
 -- Returns the new epoch.
 local trained, settled = 0, 0
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i = 3, #ARGV do
   local id = redis.call('HGET', KEYS[4], ARGV[i])
   if id then
     redis.call('XDEL', KEYS[1], id)
     redis.call('HDEL', KEYS[4], ARGV[i])
+    redis.call('HDEL', KEYS[8], ARGV[i])
+    redis.call('ZREM', KEYS[7], ARGV[i])
     -- In the checkpoint but not counted yet: the old learner died between its optimizer step and telling us.
-    if redis.call('HDEL', KEYS[5], ARGV[i]) == 0 then trained = trained + 1 end
+    if redis.call('ZREM', KEYS[5], ARGV[i]) == 0 then trained = trained + 1 end
     settled = settled + 1
+  else
+    -- Settled long ago; or this server lost the group, and will be given it again: see close.
+    redis.call('ZADD', KEYS[9], now, ARGV[i])
   end
 end
-trained = trained - redis.call('HLEN', KEYS[5])
+redis.call('ZREMRANGEBYSCORE', KEYS[9], '-inf', now - 3600000)
+trained = trained - redis.call('ZCARD', KEYS[5])
+redis.call('ZUNIONSTORE', KEYS[7], 2, KEYS[7], KEYS[5], 'AGGREGATE', 'MAX')
 redis.call('DEL', KEYS[5])
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'settled', settled)

@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
 -- Ends a lease: the one way a prompt leaves a generator's hands. The entry goes and its outcome is written in one step.
 -- Runs at the memory limit too: it replaces an entry, and refusing a finished group would free nothing.
--- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events
+-- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 outstanding  9 expiries  10 contained
 -- ARGV  1 consumer group  2 consumer  3 entry id
 --       4 outcome: submitted | filtered_correct | filtered_wrong | filtered_equal | retried | dead
---       5 group id ('' where unknown)  6 payload: the group, or the prompt to release again  7 error (dead)
+--       5 group id ('' where unknown)  6 payload: the group, or the prompt to release again
+--       7 error  8 kind (dead)
 -- Returns 1: done, by this call or by an earlier copy of it. 0: the lease was taken over; results are counted as
 -- duplicates, once. An error where the group id is not the lease's.
 local entry_id, outcome = ARGV[3], ARGV[4]
@@ -22,11 +23,10 @@ if #redis.call('XPENDING', KEYS[1], ARGV[1], entry_id, entry_id, 1, ARGV[2]) == 
   return 0
 end
 
-local entry, group_id = redis.call('XRANGE', KEYS[1], entry_id, entry_id)[1], nil
-local fields = entry and entry[2] or {}
-for i = 1, #fields, 2 do
-  if fields[i] == 'g' then group_id = fields[i + 1] end
-end
+local entry = redis.call('XRANGE', KEYS[1], entry_id, entry_id)[1]
+local fields, f = entry and entry[2] or {}, {}
+for i = 1, #fields, 2 do f[fields[i]] = fields[i + 1] end
+local group_id = f.g
 if group_id and ARGV[5] ~= '' and ARGV[5] ~= group_id then
   return redis.error_reply('MISMATCH lease ' .. entry_id .. ' is of group ' .. group_id .. ', not of ' .. ARGV[5])
 end
@@ -37,19 +37,34 @@ redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now - 600000)
 remember(outcome)
 
 if outcome == 'retried' then
-  redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 'p', ARGV[6])
+  redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'p', ARGV[6])
   return 1
 end
-if outcome == 'submitted' then
-  local id = redis.call('XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 'p', ARGV[6])
+if outcome == 'submitted' and redis.call('ZREM', KEYS[10], group_id or ARGV[5]) == 1 then
+  -- The weights contain it since before this server lost its first submission.
+  redis.call('HINCRBY', KEYS[4], 'trained', 1)
+  redis.call('HINCRBY', KEYS[4], 'settled', 1)
+  redis.call('ZREM', KEYS[8], group_id or ARGV[5])
+  redis.call('HDEL', KEYS[9], group_id or ARGV[5])
+elseif outcome == 'submitted' then
+  -- The prompt stays beside its group: should the group expire, it is sampled again.
+  local id = redis.call(
+    'XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'c', ARGV[2], 'q', f.p or '', 'p', ARGV[6])
   redis.call('HSET', KEYS[6], group_id or ARGV[5], id)
 elseif outcome == 'dead' then
   while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
-  fields[#fields + 1] = 'error'; fields[#fields + 1] = ARGV[7]
-  fields[#fields + 1] = 'from'; fields[#fields + 1] = 'prompts'
+  for _, value in ipairs({'error', ARGV[7], 'kind', group_id and ARGV[8] or 'foreign', 'by', ARGV[2]}) do
+    fields[#fields + 1] = value
+  end
   redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', unpack(fields))
 end
 -- An entry without a group id was never released; it must not disturb the equation.
 if outcome ~= 'dead' or group_id then redis.call('HINCRBY', KEYS[4], outcome, 1) end
-if outcome ~= 'submitted' then redis.call('XADD', KEYS[7], 'MAXLEN', 100, '*', 'e', outcome) end
+if outcome ~= 'submitted' then
+  if group_id then
+    redis.call('ZREM', KEYS[8], group_id)
+    redis.call('HDEL', KEYS[9], group_id)
+  end
+  redis.call('XADD', KEYS[7], 'MAXLEN', 100, '*', 'e', outcome)
+end
 return 1

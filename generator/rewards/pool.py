@@ -1,7 +1,8 @@
 """Worker processes that score groups, each call with a deadline.
 
 Promises: a worker imports the reward once, before its first group; one that misses the deadline is killed and replaced;
-whatever goes wrong with a group is a `DataFailure` that says what, never a reward; no worker outlives its parent.
+whatever goes wrong with a group is a `DataFailure` that says what, never a reward; a reward that does not load in this
+process's workers is no fault of a group and a `ConfigError`; no worker outlives its parent.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from common.config import Config
+from common.errors import ConfigError
 from common.trajectory import Prompt
 from generator.rewards.rules import Judge, Verdict, judge
 from generator.rewards.scores import DataFailure, Score
 
 CLOSE_TIMEOUT_S = 5.0
 
-_judge: Judge | Exception | None = None  # of this worker process; set once by _initialise
+_judge: Judge | ConfigError | None = None  # of this worker process; set once by _initialise
 
 
 def _initialise(config: Config) -> None:
@@ -35,8 +37,10 @@ def _initialise(config: Config) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _judge = judge(config)
-    except Exception as error:  # told to every caller: a pool whose initialiser fails would wait for ever
+    except ConfigError as error:  # told to every caller: a pool whose initialiser fails would wait for ever
         _judge = error
+    except Exception as error:
+        _judge = ConfigError(f"reward {config.reward.type} does not load: {type(error).__name__}: {error!s:.300}")
 
 
 def _end_with_parent() -> None:
@@ -48,7 +52,7 @@ def _end_with_parent() -> None:
 
 def _score(prompt: str, completions: list[str], columns: Mapping[str, Any]) -> list[Verdict]:
     assert _judge is not None
-    if isinstance(_judge, Exception):
+    if isinstance(_judge, ConfigError):
         raise _judge
     return _judge(prompt, completions, columns)
 
@@ -92,6 +96,7 @@ class RewardPool:
         Raises:
             DataFailure: the reward raised, missed its deadline, ended its worker, or returned None, NaN, an infinity
                 or a wrong number of rewards.
+            ConfigError: the reward does not load here, whatever the group; elsewhere it may.
             asyncio.CancelledError: the pool was closed meanwhile.
         """
         if self._pool is None:
@@ -111,6 +116,8 @@ class RewardPool:
             raise DataFailure(f"{where}: no result within reward.timeout_s ({limit} s)") from None
         except ProcessExpired as error:
             raise DataFailure(f"{where}: its worker process ended ({error})") from None
+        except ConfigError:
+            raise
         except Exception as error:  # the user's code may raise anything
             raise DataFailure(f"{where}: {type(error).__name__}: {error!s:.300}") from error
         if len(verdicts) != len(completions):

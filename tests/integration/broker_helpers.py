@@ -35,7 +35,8 @@ def group(group_id: str, version: int = 0, size: int = 2) -> Group:
 
 def release(broker: Broker, count: int) -> None:
     position = broker.position()
-    assert broker.release([prompt(position + i) for i in range(count)], position)
+    broker.release([prompt(position + i) for i in range(count)], position)
+    assert broker.position() == position + count
 
 
 def lease(broker: Broker, count: int, consumer: str = "g1") -> list[Lease]:

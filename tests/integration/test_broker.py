@@ -35,11 +35,12 @@ def test_ledger_through_every_way_a_prompt_ends_stays_balanced(broker: Broker) -
 
     ledger = broker.ledger()
     assert ledger.balanced
-    assert (ledger.released, ledger.submitted, ledger.trained, ledger.settled) == (8, 3, 2, 1)
+    assert (ledger.released, ledger.rereleased) == (9, 1), "what expired is released a second time"
+    assert (ledger.submitted, ledger.trained, ledger.settled) == (3, 2, 1)
     assert (ledger.filtered_correct, ledger.filtered_wrong, ledger.filtered_equal) == (1, 1, 1)
-    assert (ledger.expired, ledger.dead, ledger.duplicates, ledger.outstanding) == (1, 1, 0, 1)
+    assert (ledger.expired, ledger.dead, ledger.duplicates, ledger.outstanding) == (1, 1, 0, 2)
     queues = broker.queues()
-    assert (queues.prompts_waiting, queues.prompts_leased, queues.groups_waiting, queues.groups_held) == (1, 0, 0, 0)
+    assert (queues.prompts_waiting, queues.prompts_leased, queues.groups_waiting, queues.groups_held) == (2, 0, 0, 0)
     assert (queues.unsettled, queues.dead_letters) == (1, 1)
     assert broker.dead_letters()[0].error == "reward raised"
 
@@ -218,6 +219,54 @@ def test_finished_after_a_new_learner_begins_is_cleared(broker: Broker) -> None:
     assert broker.version() == 3
 
 
+# -- a server that came back without what it had acknowledged
+
+
+def test_step_after_lost_writes_is_refused_and_writes_nothing(broker: Broker) -> None:
+    submit(broker, 3)
+    epoch = broker.begin(0, [])
+    first, second, third = broker.take(epoch, 3, 0)
+    for version, groups in ((2, [first]), (1, [first, replace(second, entry_id="1-1")])):
+        with pytest.raises(HeadraceError, match=f"LOST writes of learner epoch {epoch} before version {version}"):
+            broker.step(epoch, version, groups)
+    assert (broker.version(), broker.ledger().trained) == (0, 0)
+    broker.step(epoch, 1, [first])
+    with pytest.raises(HeadraceError, match="LOST"):  # delivered again, because the server forgot that it had been
+        broker.step(epoch, 2, [first, third])
+    assert (broker.version(), broker.ledger().trained) == (1, 1)
+
+
+def test_submission_of_what_the_checkpoint_contains_is_settled_and_not_delivered(broker: Broker) -> None:
+    """The server lost the submission and everything after it; the prompt is answered again, by another generator."""
+    release(broker, 1)
+    epoch = broker.begin(1, ["000000000"])
+    again = lease(broker, 1)[0]
+    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id))
+    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id)), "sent twice"
+    ledger = broker.ledger()
+    assert (ledger.trained, ledger.settled, ledger.outstanding, ledger.balanced) == (1, 1, 0, True)
+    assert broker.take(epoch, 4, 0) == []
+
+
+def test_release_beyond_the_budget_is_refused_whoever_used_it_up(broker: Broker) -> None:
+    """Between the feeder's look at the ledger and its release, a new learner took trained groups back."""
+    submit(broker, 2)
+    epoch = broker.begin(0, [])
+    broker.step(epoch, 1, broker.take(epoch, 2, 0))
+    assert broker.release([prompt(2)], 2, most_outstanding=2)
+    broker.begin(0, [])
+    assert not broker.release([prompt(3)], 3, most_outstanding=3)
+    assert (broker.position(), broker.ledger().outstanding) == (3, 3)
+
+
+def test_hold_of_a_replaced_learner_is_refused(broker: Broker) -> None:
+    old = broker.begin(0, [])
+    broker.hold(old)
+    broker.begin(0, [])
+    with pytest.raises(FencedError):
+        broker.hold(old)
+
+
 # -- sent twice
 
 
@@ -243,9 +292,10 @@ def test_every_write_sent_twice_counts_once(make_config: MakeConfig) -> None:
 
     ledger = broker.ledger()
     assert ledger.balanced
-    assert (ledger.released, ledger.submitted, ledger.filtered_correct, ledger.dead) == (6, 3, 1, 1)
+    assert (ledger.released, ledger.rereleased) == (7, 1)
+    assert (ledger.submitted, ledger.filtered_correct, ledger.dead) == (3, 1, 1)
     assert (ledger.trained, ledger.settled, ledger.expired) == (2, 2, 1)
-    assert (ledger.duplicates, ledger.outstanding) == (1, 1)
+    assert (ledger.duplicates, ledger.outstanding) == (1, 2)
     assert len(broker.controls("0", 0)) == 1
 
 
@@ -331,10 +381,12 @@ def test_everything_killed_at_random_is_accounted_exactly_once(make_config: Make
     broker = Broker.connect(config)
     ledger = broker.ledger()
     assert ledger.balanced
-    assert (ledger.released, ledger.outstanding) == (total, 0)
+    assert (ledger.released - ledger.rereleased, ledger.outstanding) == (total, 0)
+    assert ledger.expired == ledger.rereleased > 0
     assert len(durable) == len(set(durable)) == ledger.trained == ledger.settled > total // 4
-    assert len(broker._client.keys(broker.keys.prefix + "*")) <= 13  # nothing accumulates beside the known keys
-    assert broker._client.hlen(broker.keys.arrived) == broker._client.hlen(broker.keys.unsettled) == 0
+    assert len(broker._client.keys(broker.keys.prefix + "*")) <= 14  # nothing accumulates beside the known keys
+    keys = broker.keys
+    assert broker._client.exists(keys.arrived, keys.outstanding, keys.unsettled, keys.expiries) == 0
 
 
 def _learner_with_restarts(broker: Broker, total: int) -> list[str]:
@@ -347,18 +399,20 @@ def _learner_with_restarts(broker: Broker, total: int) -> list[str]:
         assert time.monotonic() < deadline, f"stuck at {broker.ledger()}"
         if broker.position() < total and broker.ledger().outstanding < 20:
             release(broker, 10)
-        taken = broker.take(epoch, 4, 10)
-        if taken:
+        taken, told = broker.take(epoch, 4, 10), True
+        if taken and rng.random() < 0.1:  # too old
+            broker.expire(epoch, taken)
+        elif taken:
             version += 1
             trained += ids(taken)  # the optimizer step
-            if rng.random() < 0.9:
+            if told := rng.random() < 0.9:  # else killed before it could tell
                 broker.step(epoch, version, taken)
         if rng.random() < 0.3:
             durable += trained  # the checkpoint is on disk
             trained_now, trained = trained, []
             if rng.random() < 0.7:
                 broker.settle(epoch, trained_now)
-        if rng.random() < 0.1 or (taken and len(taken) < 2):
+        if not told or rng.random() < 0.1 or (taken and len(taken) < 2):
             epoch, trained = broker.begin(version, durable), []
         assert broker.ledger().balanced
     durable += trained

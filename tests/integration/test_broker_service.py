@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -136,26 +137,6 @@ def test_server_on_a_port_in_use_names_it(tmp_path: Path) -> None:
         assert server.process is not None
 
 
-def test_release_at_the_memory_limit_waits_while_the_rest_works(make_config: MakeConfig, tmp_path: Path) -> None:
-    with Server().start(tmp_path) as server:
-        broker = Broker.connect(make_config(broker={"url": server.url, "password_file": server.password_file}))
-        release(broker, 2)
-        first, second = broker.lease("g1", 2, 0)
-        broker._client.set("ballast", b"x" * (1 << 20))
-        broker._client.config_set("maxmemory", 1 << 20)
-        position = broker.position()
-        assert not broker.release([first.prompt], position)
-        assert broker.position() == position
-        assert broker.submit("g1", first.entry_id, group(first.prompt.group_id))
-        assert broker.filtered("g1", second.entry_id, "wrong")
-        epoch = broker.begin(0, [])
-        taken = broker.take(epoch, 1, 0)
-        broker.step(epoch, 1, taken)
-        assert broker.settle(epoch, ids(taken)) == 1
-        assert broker.ledger().balanced
-        broker.close()
-
-
 # -- service
 
 
@@ -251,7 +232,7 @@ def _write(config: Config, tmp_path: Path) -> str:
 
 
 def test_audit_of_a_live_run_prints_the_equation_and_fails_where_it_does_not_hold(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
     broker = Broker.connect(config)
@@ -260,8 +241,13 @@ def test_audit_of_a_live_run_prints_the_equation_and_fails_where_it_does_not_hol
     result = CliRunner().invoke(app, ["audit", path])
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, "balanced")
     assert "+ outstanding                       3" in result.output
+    assert "oldest outstanding group: 000000000, " in result.output
     broker._client.hincrby(broker.keys.ledger, "released", 1)
     result = CliRunner().invoke(app, ["audit", path])
+    assert result.exit_code == 1
+    assert "released is 4, the terms sum to 3" in result.output
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))  # Ctrl-C
+    result = CliRunner().invoke(app, ["audit", path, "--watch"])
     assert result.exit_code == 1
     assert "released is 4, the terms sum to 3" in result.output
     broker.close()

@@ -20,14 +20,14 @@ def submit(broker: Broker, version: int, count: int) -> None:
     """Release and answer prompts, every token sampled by `version`."""
     position = broker.position()
     tokens = np.array([1, 2, 3], dtype=np.int32)
-    prompts = [Prompt(f"{position + i:09d}", tokens, "text") for i in range(count)]
+    prompts = [Prompt(f"{position + i:09d}", tokens, "text", released_version=version) for i in range(count)]
     assert broker.release(prompts, position)
     for lease in broker.lease("g", count, 1000):
         responses = tuple(
             Response(tokens, np.full(3, -1, np.float32), (VersionRun(version, 0),), "stop", r, r, bool(r))
             for r in (0.0, 1.0)
         )
-        group = Group(lease.prompt.group_id, tokens, responses, "g", 1.0, 0.0)
+        group = Group(lease.prompt.group_id, tokens, responses, "g", 1.0, 0.0, lease.prompt.released_version)
         assert broker.submit("g", lease.entry_id, group)
 
 
@@ -49,7 +49,28 @@ def test_next_leaves_out_and_reports_groups_that_are_too_old(config: Config) -> 
         assert broker.ledger().expired == 2
         # The fifth fresh group waits for the next batch, and ages meanwhile.
         assert collector.next(6, 0.2, NEVER) is None
-        assert broker.ledger().expired == 3
+        ledger = broker.ledger()
+        assert (ledger.expired, ledger.rereleased, ledger.outstanding, ledger.balanced) == (3, 3, 7, True)
+        assert [each.prompt.group_id for each in broker.lease("g", 9, 0)] == ["000000000", "000000001", "000000006"]
+    finally:
+        collector.close()
+
+
+def test_next_with_wait_returns_when_the_last_prompt_that_is_due_ends(make_config: Callable[..., Config]) -> None:
+    config = make_config(staleness={"max_staleness": 1, "expired_tokens": "wait"}, learner={"groups_per_step": 2})
+    broker = Broker.connect(config)
+    broker.release([Prompt("000000000", np.array([1], dtype=np.int32), "long", released_version=4)], 0)
+    (slow,) = broker.lease("slow", 1, 1000)
+    epoch = broker.begin(5, ())
+    submit(broker, version=5, count=3)
+    collector = Collector(broker, epoch, config)
+    try:
+        assert collector.next(5, 0.3, NEVER) is None, "released at 4, it must be trained at 5"
+        assert broker.filtered("slow", slow.entry_id, "wrong")
+        batch = collector.next(5, 20.0, NEVER)
+        assert batch is not None
+        assert [delivery.group.group_id for delivery in batch.deliveries] == ["000000001", "000000002"]
+        assert broker.ledger().expired == 0
     finally:
         collector.close()
 

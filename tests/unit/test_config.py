@@ -77,14 +77,39 @@ def test_reasoning_gym_reward_on_dataset_prompts_refused() -> None:
     Config.model_validate(tree(prompts=prompts, reward={"type": "reasoning_gym"}))
 
 
-@pytest.mark.parametrize("url", ["redis://h:6379/0", "rediss://user@h/0", "unix:///run/valkey.sock"])
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h:6379/0", "rediss://user@h/0", "unix:///run/valkey.sock", "rediss+sentinel://a:26379,[::1]:26379/run"],
+)
 def test_broker_url_without_password_accepted(url: str) -> None:
     assert Config.model_validate(tree(broker={"url": url})).broker.url == url
 
 
-@pytest.mark.parametrize("url", ["redis://user:s3cret@h/0", "redis://:s3cret@h/0", "http://h", "h:6379"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:s3cret@h/0", "redis://:s3cret@h/0", "http://h", "h:6379", "redis://h?password=s3cret",
+        "redis+sentinel://h/run", "redis+sentinel://h:1",
+    ],
+)  # fmt: skip
 def test_broker_url_with_password_or_wrong_scheme_refused(url: str) -> None:
     assert "broker.url" in refuse(broker={"url": url})
+
+
+@pytest.mark.parametrize(
+    "broker, message",
+    [
+        ({"url": "redis://h", "sentinel": {"hosts": ["h:1"], "service": "run"}}, "both set"),
+        ({"url": "unix:///s", "cluster": True}, "cluster is true: use a redis://"),
+        ({"sentinel": {"hosts": ["h:1"], "service": "run"}, "cluster": True}, "no sentinel"),
+        ({"url": "redis://h", "tls": {}}, "use rediss://"),
+        ({"url": "rediss://h", "tls": {"cert_file": "c.pem"}}, "key_file is not; set both"),
+        ({"url": "redis://me@h", "user": "you"}, "use one of them"),
+        ({"sentinel": {"hosts": ["h"], "service": "run"}}, "broker.sentinel.hosts"),
+    ],
+)
+def test_broker_address_that_contradicts_itself_refused(broker: dict[str, Any], message: str) -> None:
+    assert message in refuse(broker=broker)
 
 
 @pytest.mark.parametrize(

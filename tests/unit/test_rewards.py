@@ -178,8 +178,8 @@ async def test_hung_worker_is_killed_at_the_deadline_and_replaced(pool: Any, tmp
     assert await rewards.score(_prompt(), ["fine", "y"]) == [Score(1.0, None)] * 2
 
 
-async def test_reward_that_does_not_import_in_the_worker_fails_every_group_with_the_reason(pool: Any) -> None:
-    with pytest.raises(DataFailure, match="has no 'missing'"):
+async def test_reward_that_does_not_import_in_the_worker_is_no_fault_of_the_group(pool: Any) -> None:
+    with pytest.raises(ConfigError, match="has no 'missing'"):
         await pool(_function("missing")).score(_prompt(), ["x"])
 
 
