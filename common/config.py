@@ -291,6 +291,17 @@ class Config(Section):
     eval: EvalConfig | None = None
 
     @model_validator(mode="after")
+    def _default_correction(self) -> Config:
+        """With one update per batch prox is theta: `decoupled` clips nothing and collapsed in our measurement at any
+        staleness (benchmarks/RESULTS.md), `bypass` clips the whole drift and did not."""
+        correction = self.objective.correction
+        if self.learner.updates_per_batch == 1 and not correction.model_fields_set:
+            bypass = correction.model_copy(update={"mode": "bypass"})
+            # The model is frozen for everybody else.
+            object.__setattr__(self, "objective", self.objective.model_copy(update={"correction": bypass}))
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> Config:
         sampling, learner, objective = self.sampling, self.learner, self.objective
         longest = sampling.max_prompt_tokens + sampling.max_response_tokens

@@ -25,7 +25,11 @@ class OptimizerConfig(Section):
 class CorrectionConfig(Section):
     """Importance correction between the sampler (behaviour policy) and the learner (proximal policy)."""
 
-    mode: Literal["decoupled", "bypass", "none"] = "decoupled"
+    mode: Literal["decoupled", "bypass", "none"] = Field(
+        "decoupled",
+        description="Where the whole section is left out and learner.updates_per_batch is 1: bypass (docs/objective.md "
+        "says why).",
+    )
     level: Literal["token", "sequence"] = "token"
     proximal: Literal["recomputed", "interpolated"] = Field(
         "recomputed",

@@ -29,8 +29,20 @@ def refuse(**sections: dict[str, Any]) -> str:
 def test_config_minimal_has_working_defaults() -> None:
     config = Config.model_validate(tree())
     assert config.sampling.dynamic_sampling
-    assert config.objective.correction.mode == "decoupled"
     assert config.eval is None
+
+
+@pytest.mark.parametrize(
+    "correction, updates, mode",
+    [(None, 1, "bypass"), (None, 4, "decoupled"), ({"mode": "decoupled"}, 1, "decoupled"), ({"cap": 3}, 1, "decoupled")],
+)
+def test_correction_left_out_depends_on_the_updates_per_batch(
+    correction: dict[str, Any] | None, updates: int, mode: str
+) -> None:
+    objective = {} if correction is None else {"correction": correction}
+    config = Config.model_validate(tree(objective=objective, learner={"updates_per_batch": updates}))
+    assert config.objective.correction.mode == mode
+    assert Config.model_validate(config.model_dump(mode="json")) == config, "a written configuration says the same"
 
 
 SECTIONS = ["run", "model", "sampling", "generator", "broker", "staleness", "objective", "learner", "weights"]
