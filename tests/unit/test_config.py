@@ -34,7 +34,12 @@ def test_config_minimal_has_working_defaults() -> None:
 
 @pytest.mark.parametrize(
     "correction, updates, mode",
-    [(None, 1, "bypass"), (None, 4, "decoupled"), ({"mode": "decoupled"}, 1, "decoupled"), ({"cap": 3}, 1, "decoupled")],
+    [
+        (None, 1, "bypass"),
+        (None, 4, "decoupled"),
+        ({"mode": "decoupled"}, 1, "decoupled"),
+        ({"cap": 3}, 1, "decoupled"),
+    ],
 )
 def test_correction_left_out_depends_on_the_updates_per_batch(
     correction: dict[str, Any] | None, updates: int, mode: str
