@@ -116,7 +116,7 @@ class Critic:
                 values, old.to(values), returns.to(values), mask, scale.to(values), self.settings.value_clip
             )
             total += loss.detach().double()
-            norm = self.engine.backward(loss, last=index == len(judged.packs) - 1) or 0.0
+            norm = self.engine.backward(loss, values, last=index == len(judged.packs) - 1) or 0.0
         dist.all_reduce(total)
         nonfinite = not math.isfinite(norm)
         return CriticMetrics(

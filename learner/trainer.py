@@ -138,7 +138,7 @@ class Trainer:
             tokens = self._tokens(packs[index], logp, entropy, mask, scale, prox[index] if prox else None)
             result = policy_loss(tokens, objective, reference[index] if reference else None)
             sums = sums + result.sums
-            norm = self.policy.backward(result.loss, last=index == len(counted) - 1) or 0.0
+            norm = self.policy.backward(result.loss, logp, last=index == len(counted) - 1) or 0.0
         if nonfinite := not math.isfinite(norm):
             sums, norm = MetricSums.zero(self.device), 0.0
         dist.all_reduce(sums.added)

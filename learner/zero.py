@@ -64,8 +64,13 @@ class ZeroEngine:
         for group in self.module.optimizer.param_groups:
             group["lr"] = lr
 
-    def backward(self, loss: Tensor, last: bool) -> float | None:
+    def backward(self, loss: Tensor, outputs: Tensor, last: bool) -> float | None:
         """Backward of one micro-batch's loss; after the `last` one of the update also the optimizer's step.
+
+        Args:
+            loss: a sum over the micro-batch's tokens.
+            outputs: what the model gave for them, any shape, from which the loss was computed.
+            last: whether the update ends with it.
 
         Returns:
             None before the last; then the gradient's norm before clipping, over all parameters and ranks, not finite
@@ -73,8 +78,10 @@ class ZeroEngine:
         """
         self.module.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a sum over them.
-        factor = torch.where(loss.detach().isfinite(), float(dist.get_world_size()), math.nan)
-        self.module.backward(loss * factor, scale_wrt_gas=False)
+        loss = loss * dist.get_world_size()
+        # A clamp stops the gradient of a NaN as it stops any other: of its own a NaN would not reach the weights' norm.
+        poison = torch.where(loss.detach().isfinite(), 0.0, math.nan)
+        self.module.backward(loss + poison * outputs.nan_to_num().sum(), scale_wrt_gas=False)
         if last:
             return self._step()
         self.module.step()
