@@ -246,7 +246,11 @@ def test_audit_of_a_live_run_prints_the_equation_and_fails_where_it_does_not_hol
     result = CliRunner().invoke(app, ["audit", path])
     assert result.exit_code == 1
     assert "released is 4, the terms sum to 3" in result.output
-    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))  # Ctrl-C
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
     result = CliRunner().invoke(app, ["audit", path, "--watch"])
     assert result.exit_code == 1
     assert "released is 4, the terms sum to 3" in result.output
