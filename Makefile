@@ -14,7 +14,7 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test learn lint docs clean
+.PHONY: help venv quickstart test lint docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -48,10 +48,6 @@ quickstart: $(STAMP) ## Train a small real model on two CPU cores and see it get
 
 test: $(STAMP) ## Run the whole test suite
 	$(TEST_ENV) $(BIN)/python -m pytest
-
-learn: $(STAMP) ## Measure the ablations of docs and benchmarks/RESULTS.md (about an hour and a half on two cores)
-	$(BIN)/python -m benchmarks.ablation chain
-	$(BIN)/python -m benchmarks.ablation staleness
 
 lint: $(STAMP) ## Ruff, mypy and the arrows between the packages
 	$(BIN)/ruff check .

@@ -181,7 +181,7 @@ def draw(name: str, results: list[dict[str, Any]], variants: list[Variant], out:
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
         figure.tight_layout()
-        figure.savefig(out / f"{name}-{key}.png", dpi=80)
+        figure.savefig(out / f"{name}-{key}.png", dpi=120)
         pyplot.close(figure)
 
 

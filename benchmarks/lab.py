@@ -76,7 +76,6 @@ class Lab:
     @contextlib.asynccontextmanager
     async def open(cls, folder: Path, config: Config) -> AsyncIterator[Lab]:
         """Start the server and the engine. `config` fixes what vLLM is started with: model, lengths, cache."""
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its processes share our standard output
         engine = LentEngine(config, "lab")
         with Server(config.broker).start(folder) as server:
             await engine.power_on()

@@ -9,7 +9,7 @@ slot and one script may touch several of them.
 | groups    | stream | `g` group id, `p` group: answered, not yet durable; one consumer per learner epoch |
 | dead      | stream | `g`, `p`, `error`, `from`: dead letters, the newest 1000 or so |
 | ledger    | hash   | counters of what happened; see `broker.records.Ledger` |
-| state     | hash   | position, version, epoch, finished, and the last take of the learner |
+| state     | hash   | position, version, epoch, finished |
 | arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
 | unsettled | hash   | group id -> entry id in groups: trained, and in no durable checkpoint yet |
 | closed    | zset   | "entry-id outcome" of leases that ended in the last minutes: sent twice counts once |

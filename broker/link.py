@@ -35,7 +35,7 @@ MAX_BLOCK_MS = 5000
 
 _SCRIPTS = (
     "append", "begin", "close", "drop", "eval_answer", "eval_begin", "eval_end", "eval_lease", "heartbeat", "ledger",
-    "reclaim", "release", "renew", "settle", "step", "take",
+    "reclaim", "release", "renew", "settle", "step",
 )  # fmt: skip
 
 _T = TypeVar("_T")
@@ -107,7 +107,7 @@ def open_client(where: Endpoint) -> Any:
 
 
 @cache
-def _script_text(name: str) -> str:
+def script_text(name: str) -> str:
     return (files("broker") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
 
 
@@ -118,8 +118,18 @@ def _transient(error: BaseException) -> bool:
     )
 
 
+def _retrying() -> Retrying:
+    return Retrying(
+        retry=retry_if_exception(_transient),
+        stop=stop_after_delay(RECONNECT_S),
+        wait=wait_random_exponential(multiplier=0.05, max=2.0),
+        before_sleep=_say_waiting,
+        reraise=True,
+    )
+
+
 def _say_waiting(state: RetryCallState) -> None:
-    if state.attempt_number == 2:  # one line per outage; the first failure is often just a stale connection
+    if state.attempt_number == 1:  # one line per outage; one failure before, which is often just a stale connection
         error = state.outcome.exception() if state.outcome else None
         _log.warning("the broker does not answer (%s); trying for %d s", error, RECONNECT_S)
 
@@ -132,7 +142,7 @@ class Link:
         self.keys = Keys(config.run.run_id)
         self.url = url
         self._client = client
-        self._scripts = {name: client.register_script(_script_text(name)) for name in _SCRIPTS}
+        self._scripts = {name: client.register_script(script_text(name)) for name in _SCRIPTS}
         k = self.keys
         for stream, group in ((k.prompts, GENERATORS), (k.eval, GENERATORS), (k.groups, LEARNER)):
             self._create_group(stream, group)
@@ -158,15 +168,14 @@ class Link:
             FencedError: the server says that this learner was replaced.
             HeadraceError: unreachable for RECONNECT_S, or an error of the server.
         """
-        retrying = Retrying(
-            retry=retry_if_exception(_transient),
-            stop=stop_after_delay(RECONNECT_S),
-            wait=wait_random_exponential(multiplier=0.05, max=2.0),
-            before_sleep=_say_waiting,
-            reraise=True,
-        )
         try:
-            return retrying(function)
+            try:
+                return function()
+            except redis.RedisError as error:
+                if not _transient(error):
+                    raise
+            # Only now, since the machinery costs as much as a call that succeeds.
+            return _retrying()(function)
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise HeadraceError(f"broker {self.url}: no answer for {RECONNECT_S:.0f} s: {error}") from error
         except redis.OutOfMemoryError as error:

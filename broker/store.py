@@ -41,7 +41,8 @@ class Broker(PromptQueue, GroupQueue, Evaluations, Fleet):
     def ledger(self) -> Ledger:
         """The ledger, of one instant."""
         k = self.keys
-        prompts, groups, unsettled, flat = self._run("ledger", [k.prompts, k.groups, k.unsettled, k.ledger], [])
+        keys = [k.prompts, k.groups, k.unsettled, k.ledger, k.arrived]
+        prompts, groups, unsettled, flat = self._run("ledger", keys, [])
         counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
         return Ledger(
             **{name: counters.get(name, 0) for name in _COUNTERS}, outstanding=prompts + groups - unsettled

@@ -228,8 +228,7 @@ class WeightPublisher:
             # Nothing ever worked: more likely a wrong setting than a sick generator.
             raise PublishError(
                 f"no generator could be reached ({lost}); is weights.host ({self.config.weights.host}) an address of "
-                "this machine that the generators can connect to, and weights.timeout_s "
-                f"({self.config.weights.timeout_s:g}) long enough to load the model?"
+                "this machine that the generators can connect to?"
             )
 
     def _attempt(self, members: dict[str, Identity], timings: PublishTimings) -> PublishTimings:

@@ -29,7 +29,8 @@ from learner.models import policy_model, reference_model
 from learner.objective import Tokens, interpolated_proximal, policy_loss, rejection_mask
 from learner.objective_metrics import Metrics, MetricSums
 from learner.packing import Packed, surviving_tokens
-from learner.zero import ZeroEngine, warmup_lr
+from learner.zero import ZeroEngine
+from learner.zero import warmup_lr as warmup_lr
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ if outcome == 'submitted' then
   local id = redis.call('XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 'p', ARGV[6])
   redis.call('HSET', KEYS[6], group_id or ARGV[5], id)
 elseif outcome == 'dead' then
+  local room = 65536  -- bytes of it that are kept
+  for j, value in ipairs(fields) do fields[j] = string.sub(value, 1, room); room = math.max(0, room - #value) end
   while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
   fields[#fields + 1] = 'error'; fields[#fields + 1] = ARGV[7]
   fields[#fields + 1] = 'from'; fields[#fields + 1] = 'prompts'

@@ -14,6 +14,8 @@ for i = 5, #ARGV, 2 do
     local deleted = redis.call('XDEL', KEYS[1], id)
     gone = gone + deleted
     if entry then
+      local room = 65536  -- bytes of it that are kept
+      for j, value in ipairs(entry[2]) do entry[2][j] = string.sub(value, 1, room); room = math.max(0, room - #value) end
       local fields = entry[2]
       while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
       fields[#fields + 1] = 'error'; fields[#fields + 1] = ARGV[4]

@@ -9,7 +9,7 @@ from golden_cases import Case, assert_close, by_number, flat, golden
 from common.config import OptimizerConfig
 from learner.logprobs import token_logprobs
 from learner.packing import assign, row_cost
-from learner.zero import warmup_lr
+from learner.trainer import warmup_lr
 
 
 @golden("logprob_entropy_temperature")
