@@ -167,8 +167,9 @@ class Reporter:
         self._members = members
         return {
             "generators": float(len(members)),
-            "generator_busy_share": busy / wall if wall else 0.0,
-            "generator_blocked_share": blocked / wall if wall else 0.0,
+            # A heartbeat's counters are read one after the other: over a short step a share may come out a hair above 1.
+            "generator_busy_share": min(busy / wall, 1.0) if wall else 0.0,
+            "generator_blocked_share": min(blocked / wall, 1.0) if wall else 0.0,
             "sampled_tokens_per_s": tokens / wall * len(members) if wall else 0.0,
         }
 
