@@ -167,7 +167,7 @@ class Reporter:
         self._members = members
         return {
             "generators": float(len(members)),
-            # A heartbeat's counters are read one after the other: over a short step a share may come out a hair above 1.
+            # Counters of a heartbeat are read one after the other: over a short step a share may exceed 1 by a hair.
             "generator_busy_share": min(busy / wall, 1.0) if wall else 0.0,
             "generator_blocked_share": min(blocked / wall, 1.0) if wall else 0.0,
             "sampled_tokens_per_s": tokens / wall * len(members) if wall else 0.0,
