@@ -100,7 +100,7 @@ class TestFleet:
 
     def test_evaluations_go_on_beside_and_say_which_versions_answered(self, fleet: Fleet) -> None:
         records = read_metrics(fleet.folder, "eval.jsonl")
-        assert len(records) >= 2 and records[0]["version"] == 0
+        assert records and records[0]["version"] == 0  # a round that is due while one is open is left out
         for record in records:
             assert record["version"] <= record["oldest_version"] <= record["newest_version"] <= 20
             assert (record["prompts"], record["not_scored"]) == (8, 0)
