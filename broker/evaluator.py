@@ -9,7 +9,6 @@ that starts again goes on with the open one.
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from broker.records import EvalResult, EvalRound
 from broker.sources import Source
 from broker.store import Broker
 from common.config import EvalConfig
+from common.evaluation import standard_error
 from common.log import Logger
 from common.metrics import JsonlSink, MetricSink, TensorBoardSink
 from common.trajectory import EvalAnswers, Prompt
@@ -126,11 +126,10 @@ def summarise(opened: EvalRound, prompts: Sequence[EvalAnswers], samples: int) -
         scored = [[answer.reward for answer in each.answers if answer.reward is not None] for each in prompts]
         per_prompt = [sum(values) / len(values) for values in scored if values]
     mean = sum(per_prompt) / max(len(per_prompt), 1)
-    variance = sum((value - mean) ** 2 for value in per_prompt) / max(len(per_prompt) - 1, 1)
     return EvalResult(
         version=opened.version,
         accuracy=mean if judged else None,
-        standard_error=math.sqrt(variance / max(len(per_prompt), 1)),
+        standard_error=standard_error(per_prompt),
         reward_mean=sum(rewards) / len(rewards) if rewards else None,
         response_length_mean=sum(answer.tokens for answer in answers) / max(len(answers), 1),
         truncated_share=sum(answer.truncated for answer in answers) / max(len(answers), 1),

@@ -221,7 +221,7 @@ class StalenessConfig(Section):
     def sampling_lag(self) -> int:
         """How many versions older than the learner's at a prompt's release the weights may be that begin to sample it.
 
-        None with `wait`: its deadlines count from the release."""
+        0 with `wait`: its deadlines count from the release."""
         return 0 if self.expired_tokens == "wait" else self.max_staleness
 
 

@@ -97,6 +97,11 @@ def majority(samples: Sequence[Sample]) -> float:
     return sum(sample.correct for sample in samples if sample.answer in won) / (most * len(won))
 
 
+def standard_error(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Standard error of the mean of `values`, one per problem; 0 where there are fewer than two."""
+    return float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
 def summarise(problems: Sequence[Sequence[Sample]], *, no_majority: str | None = None) -> Summary:
     """Metrics over `problems`, each a list of its samples.
 
@@ -114,12 +119,11 @@ def summarise(problems: Sequence[Sequence[Sample]], *, no_majority: str | None =
     rows = [_row(samples, ks) for samples in problems]
     values = np.asarray(rows, dtype=np.float64)
     accuracy, voted, cut, tokens, *passed = _estimates(values)
-    deviation = float(values[:, 0].std(ddof=1)) if len(rows) > 1 else 0.0
     return Summary(
         problems=len(rows),
         samples=fewest,
         accuracy=accuracy,
-        standard_error=deviation / len(rows) ** 0.5,
+        standard_error=standard_error(values[:, 0]),
         pass_at=dict(zip(ks, passed, strict=True)),
         majority=voted if no_majority is None else None,
         no_majority=no_majority,

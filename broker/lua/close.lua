@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Ends a lease: the one way a prompt leaves a generator's hands. The entry goes and its outcome is written in one step.
--- Runs at the memory limit too: it replaces an entry, and refusing a finished group would free nothing.
+-- Runs at the memory limit too, but for a submission, which producers wait with (`broker.link.GROWING`).
 -- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 outstanding  9 expiries  10 contained
 -- ARGV  1 consumer group  2 consumer  3 entry id
 --       4 outcome: submitted | filtered_correct | filtered_wrong | filtered_equal | retried | dead
