@@ -52,14 +52,18 @@ elseif outcome == 'submitted' then
     'XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'c', ARGV[2], 'q', f.p or '', 'p', ARGV[6])
   redis.call('HSET', KEYS[6], group_id or ARGV[5], id)
 elseif outcome == 'dead' then
+  local kind = group_id and redis.call('ZSCORE', KEYS[8], group_id) and ARGV[8] or 'foreign'
+  if kind == 'foreign' then outcome = nil end
   while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
-  for _, value in ipairs({'error', ARGV[7], 'kind', group_id and ARGV[8] or 'foreign', 'by', ARGV[2]}) do
+  local room = kind == 'data' and 2 ^ 31 or 65536  -- bytes that are kept of what cannot be read
+  for j, value in ipairs(fields) do fields[j] = string.sub(value, 1, room); room = math.max(0, room - #value) end
+  for _, value in ipairs({'error', ARGV[7], 'kind', kind, 'by', ARGV[2]}) do
     fields[#fields + 1] = value
   end
   redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', unpack(fields))
 end
--- An entry without a group id was never released; it must not disturb the equation.
-if outcome ~= 'dead' or group_id then redis.call('HINCRBY', KEYS[4], outcome, 1) end
+if not outcome then return 1 end  -- it was never released; it must not disturb the equation
+redis.call('HINCRBY', KEYS[4], outcome, 1)
 if outcome ~= 'submitted' then
   if group_id then
     redis.call('ZREM', KEYS[8], group_id)
