@@ -105,6 +105,7 @@ class Ours:
     def __init__(self, where: Endpoint, group: Group) -> None:
         self.broker = Broker.connect(make_config(len(group.responses)), where)
         self.group, self.epoch, self.version = group, self.broker.begin(0, []), 0
+        self.made: dict[str, Group] = {}
 
     def prepare(self, count: int) -> list[tuple[str, Group]]:
         """Leases, and the group for each."""
@@ -112,7 +113,9 @@ class Ours:
         prompts = [Prompt(f"{position + i:09d}", self.group.prompt_ids, "") for i in range(count)]
         self.broker.release(prompts, position)
         leases = self.broker.lease("generator-0", count, 0)
-        return [(lease.entry_id, self._like(lease.prompt.group_id)) for lease in leases]
+        groups = [replace(self.group, group_id=lease.prompt.group_id) for lease in leases]
+        self.made.update((group.group_id, group) for group in groups)
+        return [(lease.entry_id, group) for lease, group in zip(leases, groups, strict=True)]
 
     def submit(self, prepared: list[tuple[str, Group]]) -> None:
         for entry_id, group in prepared:
@@ -126,17 +129,16 @@ class Ours:
         while deliveries := self.broker.take(self.epoch, BATCH, 0):
             self._settle(deliveries)
 
-    def take_bytes(self) -> None:
+    def take_bytes(self, apart: bool = False) -> None:
         while entries := self.broker._take(self.epoch, BATCH, 0):
-            self._settle([Delivery(entry_id, self._like(group_id)) for entry_id, group_id, _, _ in entries])
+            self._settle([Delivery(entry_id, self.made[group_id]) for entry_id, group_id, _, _ in entries], apart)
 
-    def _settle(self, deliveries: list[Delivery]) -> None:
+    def _settle(self, deliveries: list[Delivery], apart: bool = False) -> None:
         self.version += 1
-        self.broker.step(self.epoch, self.version, deliveries)
-        self.broker.settle(self.epoch, [each.group.group_id for each in deliveries])
-
-    def _like(self, group_id: str) -> Group:
-        return replace(self.group, group_id=group_id)
+        ids = [each.group.group_id for each in deliveries]
+        self.broker.step(self.epoch, self.version, deliveries, () if apart else ids)
+        if apart:
+            self.broker.settle(self.epoch, ids)
 
 
 class Bare:

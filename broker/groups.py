@@ -75,18 +75,16 @@ class GroupQueue(Link):
         sampled again they would be the same. Their budget is free. FencedError as `take`."""
         self._drop(epoch, "expired", "", 0, [(each.entry_id, each.group.group_id, b"") for each in deliveries])
 
-    def step(self, epoch: int, version: int, deliveries: Sequence[Delivery]) -> None:
-        """The optimizer steps that made `version`, the one after the last, trained these.
+    def step(self, epoch: int, version: int, deliveries: Sequence[Delivery], settle: Collection[str] = ()) -> int:
+        """The optimizer steps that made `version`, the one after the last, trained these. With `settle`, as that with
+        these group ids, in the same call; returns as it does.
 
         Raises:
             FencedError: as `take`.
             HeadraceError: LOST, the server came back without writes it had acknowledged (a power cut). Nothing was
                 recorded; a learner that resumes from the newest checkpoint puts it right.
         """
-        k = self.keys
-        pairs = [value for each in deliveries for value in (each.entry_id, each.group.group_id)]
-        keys = [k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding]
-        self._run("step", keys, [epoch, version, *pairs])
+        return self._train(epoch, version, deliveries, settle)
 
     def settle(self, epoch: int, group_ids: Collection[str]) -> int:
         """The effect of these trained groups is durable: acknowledge and delete them. FencedError as `take`.
@@ -94,7 +92,7 @@ class GroupQueue(Link):
         Returns:
             How many were settled now; groups that were never trained, or are settled already, do not count.
         """
-        return self._settle(epoch, group_ids) if group_ids else 0
+        return self._train(epoch, None, (), group_ids) if group_ids else 0
 
     def outstanding_until(self, versions: Sequence[int]) -> list[int]:
         """For each of `versions`, how many of the outstanding groups were released at that version or before, wherever
@@ -104,7 +102,7 @@ class GroupQueue(Link):
 
     def hold(self, epoch: int) -> None:
         """Make sure that this incarnation is the newest. FencedError as `take`."""
-        self._settle(epoch, ())
+        self._train(epoch, None, (), ())
 
     def version(self) -> int:
         """The learner's policy version."""
@@ -118,10 +116,15 @@ class GroupQueue(Link):
         """Whether the run has reached its last step, and no learner has begun since."""
         return self._call(lambda: self._client.hget(self.keys.state, "finished")) is not None
 
-    def _settle(self, epoch: int, group_ids: Collection[str]) -> int:
+    def _train(
+        self, epoch: int, version: int | None, trained: Sequence[Delivery], settled: Collection[str]
+    ) -> int:
         k = self.keys
-        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries]
-        return int(self._run("settle", keys, [learner_group(epoch), epoch, *group_ids]))
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries]
+        ids, entries = [each.group.group_id for each in trained], [each.entry_id for each in trained]
+        step = "" if version is None else version
+        args = [learner_group(epoch), epoch, step, len(ids), *ids, *entries, *settled]
+        return int(self._run("train", keys, args))
 
     def _delivery(self, entry_id: str, group_id: str, payload: bytes, origin: int) -> Delivery:
         """Raises WireError, naming the entry, where it is not a group of `group_size` that came through a lease."""
