@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from broker.reading import Reading
 from common import catalogue
 from common.config import Config
-from common.families import families
+from common.families import Values, families
 
 
 class RunCollector(Collector):
@@ -30,13 +30,13 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Family]:
         reading = self._latest()
         fresh = reading is not None and time.monotonic() - reading.at <= self._oldest_s
-        values = {"headrace_scrape_errors": float(not fresh)}
+        values: dict[str, float | Mapping[str, float]] = {"headrace_scrape_errors": float(not fresh)}
         if reading is not None and fresh:
-            values |= run_values(reading, self._config)  # type: ignore[assignment]
+            values.update(run_values(reading, self._config))
         yield from families(catalogue.RUN, values)
 
 
-def run_values(reading: Reading, config: Config) -> dict[str, float | dict[str, float]]:
+def run_values(reading: Reading, config: Config) -> Values:
     """Value of every family in `catalogue.RUN` but the scrape's own."""
     ledger, queues, unfinished = reading.ledger, reading.queues, reading.unfinished
     held = Counter(f"{member.role}/{member.state}" for member in reading.members)
