@@ -36,7 +36,7 @@ RECORD: dict[str, dict[tuple[str, ...], str]] = {
             "finite; other than 0: look for the group ids in the learner's log"
         ),
         ("kl_reference",): "k3 estimate of KL(theta ‖ reference); 0 without `objective.kl_coefficient`",
-        ("value_loss", "value_grad_norm"): "the critic's loss, and the norm of its gradient before clipping",
+        ("value_loss", "value_grad_norm"): "with a critic: its loss, and the norm of its gradient before clipping",
         ("explained_variance",): (
             "share of the returns' variance that the values before the batch explain; 1: a perfect critic, 0 "
             "or below: no better than a constant"
