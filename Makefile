@@ -61,7 +61,7 @@ lint: $(STAMP) ## Ruff, mypy and the arrows between the packages
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(STAMP) ## Write docs/configuration.md from the configuration's models
+docs: $(STAMP) ## Write docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python docs/generate.py
 
 clean: ## Remove caches and build products; the environment, models and runs stay

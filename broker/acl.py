@@ -41,6 +41,11 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xread", "events"),
         ("hset hget hmget hdel hgetall", "rounds"),
         ("hgetall del", "answers"),
+        ("xpending xrange memory|usage", "groups"),
+        ("zrange", "outstanding unsettled"),
+        ("hget", "arrived"),
+        ("hgetall", "expiries"),
+        ("xlen", "dead"),
     ),
     "generator": (
         *_MEMBER,

@@ -14,14 +14,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from prometheus_client import CollectorRegistry
+
 from broker.evaluator import Evaluator
+from broker.exporter import RunCollector
 from broker.feeder import Feeder
+from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
 from broker.store import Broker
 from common import log as logging
 from common.config import Config
+from common.exposition import expose
+from common.health import Health
 from common.log import Logger
+
+
+class Watch:
+    """The service's latest reading of the run, and the port that shows it."""
+
+    def __init__(self, config: Config) -> None:
+        self.reading: Reading | None = None
+        self.health = Health(config.metrics.stalled_s)
+        registry = CollectorRegistry()
+        registry.register(RunCollector(config, lambda: self.reading))
+        self._open = lambda: expose(config.metrics, self.health, registry)
+
+    def look(self, broker: Broker) -> None:
+        self.reading = read(broker)
+        self.health.beat()
+        self.health.ready_when(lambda: "")
+
+    def __enter__(self) -> None:
+        self._close = self._open()
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
 
 def run_service(config: Config, stopping: threading.Event | None = None) -> int:
@@ -36,7 +64,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
     """
     log = logging.setup(config.run.run_id, "broker")
     broker = Broker.connect(config)
-    with _stop_signal(stopping) as stop:
+    watch = Watch(config)
+    with _stop_signal(stopping) as stop, watch:
         try:
             tokenizer = load_tokenizer(config)
             feeder = Feeder(broker, open_source(config.prompts, config, tokenizer), log)
@@ -44,14 +73,19 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             if config.eval is not None and config.eval.every:
                 source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
                 evaluator = Evaluator(broker, config.eval, source, log)
-            _serve(broker, feeder, evaluator, stop, log)
+            _serve(broker, feeder, evaluator, watch, stop, log)
         finally:
             broker.close()
     return 0
 
 
 def _serve(
-    broker: Broker, feeder: Feeder, evaluator: Evaluator | None, stop: threading.Event, log: Logger
+    broker: Broker,
+    feeder: Feeder,
+    evaluator: Evaluator | None,
+    watch: Watch,
+    stop: threading.Event,
+    log: Logger,
 ) -> None:
     failures: list[BaseException] = []
 
@@ -73,6 +107,7 @@ def _serve(
         thread.start()
     while not stop.is_set():
         _tick(broker, feeder, member_id, log)
+        watch.look(broker)
         finished = broker.finished()
         stale = stale and finished
         if finished and not stale:

@@ -54,7 +54,7 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
         """
         limit = self.config.broker.max_bytes
         if limit is not None:
-            size = self._call(lambda: self._client.memory_usage(self.keys.groups)) or 0
+            size = self.group_bytes()
             if size > limit:
                 raise self._full(f"its groups take {size} bytes, more than broker.max_bytes ({limit})")
         return super().submit(consumer, entry_id, group)
@@ -80,6 +80,15 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
             unsettled=unsettled,
             dead_letters=dead,
         )
+
+    def group_bytes(self) -> int:
+        """Bytes of all groups in the stream, as the server samples them."""
+        return int(self._call(lambda: self._client.memory_usage(self.keys.groups)) or 0)
+
+    def server_memory(self) -> tuple[int, int]:
+        """Bytes the server uses, and its limit (0: none)."""
+        memory = self._call(lambda: self._client.info("memory"))
+        return int(memory["used_memory"]), int(memory["maxmemory"])
 
     def unfinished(self) -> Unfinished:
         """The oldest groups that have not ended, and how often those that have not ended expired; of one instant."""

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from common.config_broker import SentinelConfig as SentinelConfig
 from common.config_broker import TlsConfig as TlsConfig
 from common.config_broker import check_url, scheme
+from common.config_metrics import MetricsConfig as MetricsConfig
 from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
@@ -288,6 +289,7 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     eval: EvalConfig | None = None
 
     @model_validator(mode="after")

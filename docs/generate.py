@@ -1,20 +1,20 @@
-"""Writes docs/configuration.md from the configuration's models, so that the page cannot fall behind them.
+"""Writes docs/configuration.md from the configuration's models and docs/metrics.md from the catalogue of metrics: the
+pages cannot fall behind the code.
 
     python docs/generate.py
 
-A test compares the page with `page()`.
+A test compares the pages with `pages()`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common import catalogue
 from common.config import Config
-
-PAGE = Path(__file__).with_name("configuration.md")
 
 _OPENING = """# Configuration
 
@@ -42,8 +42,67 @@ default.
 """
 
 
-def page() -> str:
-    """The whole page as Markdown."""
+_METRICS = """# Metrics
+
+<!-- Written by docs/generate.py from common/catalogue.py; change that file, then run `make docs`. -->
+
+One record per policy version, in `metrics.jsonl` (one JSON object a line) and in TensorBoard under `train/`. Shares are
+between 0 and 1, log-probabilities and entropies in nats, durations in seconds, ages in policy versions.
+
+    tensorboard --logdir runs/<run>/tensorboard
+"""
+
+_EVALUATION = """## Evaluation during training
+
+One record per evaluation, in `eval.jsonl` and in TensorBoard under `eval/` (run `eval`). The step is the policy
+version at which the evaluation began.
+"""
+
+_PROMETHEUS = """## Prometheus
+
+With `metrics.port` set every process serves `/metrics`, and for probes `/healthz` (it moves) and `/readyz` (it does
+what it is there for). `headrace up` gives the broker service the port, and each further process the next one, in the
+order in which it names them. In Kubernetes every pod has `metrics.port` for itself. vLLM's own families (`vllm:...`)
+stand beside the generator's. Values that are not known are missing, not 0.
+
+The learner serves the latest record, too: `headrace_learner_<key>` for each key above, with `_seconds` for `_s`,
+`_ratio` for `_share` and `_per_second` for `_per_s`; `staleness_<n>` is the label of
+`headrace_learner_trained_tokens_total`.
+"""
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is written by this script, as Markdown."""
+    folder = Path(__file__).parent
+    return {folder / "configuration.md": configuration(), folder / "metrics.md": metrics()}
+
+
+def metrics() -> str:
+    parts = [_METRICS]
+    for title, rows in catalogue.RECORD.items():
+        parts += [f"## {title}\n", _meanings(rows)]
+    parts += [_EVALUATION, _meanings(catalogue.EVALUATION), _PROMETHEUS]
+    served = (
+        ("the broker service, of the run", catalogue.RUN),
+        ("a generator", catalogue.GENERATOR),
+        ("the learner", catalogue.LEARNER),
+    )
+    for who, families in served:
+        rows = [
+            f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.text} |"
+            for each in families
+        ]
+        head = ["| family | kind | labels | meaning |", "|---|---|---|---|"]
+        parts.append("\n".join([f"Served by {who}:\n", *head, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _meanings(rows: Mapping[tuple[str, ...], str]) -> str:
+    lines = [f"| {', '.join(f'`{key}`' for key in keys)} | {text} |" for keys, text in rows.items()]
+    return "\n".join(["| key | meaning |", "|---|---|", *lines, ""])
+
+
+def configuration() -> str:
     schema = Config.model_json_schema()
     sections = [_OPENING]
     for name, field in schema["properties"].items():
@@ -104,4 +163,5 @@ def _flat(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The generator's own families of `/metrics`, and what its probes answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import Metric as Family
+from prometheus_client.registry import Collector
+
+from broker import Member
+from common import catalogue
+from common.config import Config
+from common.exposition import expose
+from common.families import families, one_hot
+from common.health import Health
+
+_STATES = ("joining", "syncing", "serving", "draining")
+_COUNTED = ("tokens", "requests", "groups", "filtered", "failures", "duplicates")
+_SECONDS = ("busy", "paused", "blocked", "broker_full")
+
+
+class Exposed(Collector):
+    """What a generator shows.
+
+    Args:
+        config: the run.
+        member: describes the generator, as its heartbeat does.
+        update_seconds: parts of its last weight update.
+    """
+
+    def __init__(
+        self, config: Config, member: Callable[[], Member], update_seconds: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._config, self._member, self._update_seconds = config, member, update_seconds
+        self._bound = config.staleness.sampling_lag
+        self._learner_version, self._seen = 0, -1.0
+        self.health = Health(config.metrics.stalled_s)
+        self.health.ready_when(self._unready)
+
+    def open(self) -> Callable[[], None]:
+        """Open the port if one is configured; what it returns closes it. ConfigError: it cannot be taken."""
+        if self._config.metrics.port is None:
+            return lambda: None
+        # vLLM registers its own families with the library's default registry.
+        from prometheus_client import REGISTRY
+
+        REGISTRY.register(self)
+        close = expose(self._config.metrics, self.health, REGISTRY)
+
+        def end() -> None:
+            close()
+            REGISTRY.unregister(self)
+
+        return end
+
+    def beat(self, learner_version: int) -> None:
+        """To be called with every heartbeat once the engine runs: idle, or something has come out since the last."""
+        self._learner_version = learner_version
+        counters = self._member().counters
+        moved = sum(counters.get(name, 0.0) for name in (*_COUNTED, "updates", "blocked_s"))
+        if moved != self._seen or not counters.get("in_flight"):
+            self._seen = moved
+            self.health.beat()
+
+    def _unready(self) -> str:
+        member = self._member()
+        if member.state != "serving":
+            return member.state
+        if member.version < self._learner_version - self._bound:
+            return f"its weights are of version {member.version}, the learner is at {self._learner_version}"
+        return ""
+
+    def collect(self) -> Iterator[Family]:
+        member = self._member()
+        counters = member.counters
+        values: dict[str, float | Mapping[str, float]] = {
+            "headrace_generator_state": one_hot(member.state, _STATES),
+            "headrace_generator_version": float(member.version),
+            "headrace_generator_weight_epoch": float(member.epoch),
+            "headrace_generator_prompts_in_flight": counters.get("in_flight", 0.0),
+            "headrace_generator_update_seconds": dict(self._update_seconds()),
+            "headrace_generator_updates_total": counters.get("updates", 0.0),
+            **{f"headrace_generator_{name}_total": counters.get(name, 0.0) for name in _COUNTED},
+            **{f"headrace_generator_{name}_seconds_total": counters.get(f"{name}_s", 0.0) for name in _SECONDS},
+        }
+        yield from families(catalogue.GENERATOR, values)
