@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import WireError
-from common.trajectory import EvalAnswer, EvalAnswers, Group, Prompt, Response, VersionRun
+from common.trajectory import (
+    NOTHING_YET,
+    EvalAnswer,
+    EvalAnswers,
+    Group,
+    PartialGroup,
+    PartialResponse,
+    Prompt,
+    Response,
+    VersionRun,
+)
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -203,12 +213,7 @@ def decode_group(data: bytes, group_size: int | None = None) -> Group:
 def _unpack_response(value: Any, where: str) -> Response:
     if not isinstance(value, dict):
         raise WireError(f"{where}: is a {type(value).__name__}; expected a map")
-    token_ids = _token_ids(value.get("ids"), where)
-    logprobs = unpack_array(value.get("logprobs"), "f4", f"{where}: logprobs")
-    if len(logprobs) != len(token_ids):
-        raise WireError(f"{where}: {len(token_ids)} tokens and {len(logprobs)} logprobs; expected as many")
-    if not np.isfinite(logprobs).all():
-        raise WireError(f"{where}: a logprob is not finite")
+    token_ids, logprobs = _sampled_tokens(value, where)
     finish = value.get("finish")
     if finish not in ("stop", "length"):
         raise WireError(f"{where}: finish reason {finish!r}; expected 'stop' or 'length'")
@@ -226,6 +231,17 @@ def _unpack_response(value: Any, where: str) -> Response:
     )
 
 
+def _sampled_tokens(value: Mapping[str, Any], where: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Token ids and finite log-probabilities, as many, at least one."""
+    token_ids = _token_ids(value.get("ids"), where)
+    logprobs = unpack_array(value.get("logprobs"), "f4", f"{where}: logprobs")
+    if len(logprobs) != len(token_ids):
+        raise WireError(f"{where}: {len(token_ids)} tokens and {len(logprobs)} logprobs; expected as many")
+    if not np.isfinite(logprobs).all():
+        raise WireError(f"{where}: a logprob is not finite")
+    return token_ids, logprobs
+
+
 def _unpack_versions(value: Any, tokens: int, where: str) -> tuple[VersionRun, ...]:
     """Runs start at token 0, begin one after the other, and end within the response. Versions may fall: a learner that
     resumed from an older checkpoint publishes older weights."""
@@ -240,6 +256,61 @@ def _unpack_versions(value: Any, tokens: int, where: str) -> tuple[VersionRun, .
     if not runs or runs[0].start != 0:
         raise WireError(f"{where}: version runs {value!r:.80} do not start at token 0")
     return tuple(runs)
+
+
+def encode_partial(partial: PartialGroup) -> bytes:
+    return pack(
+        "partial",
+        {
+            "id": partial.group_id,
+            "temperature": partial.temperature,
+            "responses": [_pack_partial(response) for response in partial.responses],
+        },
+    )
+
+
+def _pack_partial(response: PartialResponse) -> dict[str, Any] | None:
+    if len(response.token_ids) == 0:
+        return None
+    return {
+        "ids": pack_array(response.token_ids),
+        "logprobs": pack_array(response.logprobs),
+        "versions": [[run.version, run.start] for run in response.versions],
+        "finish": response.finish_reason,
+    }
+
+
+def decode_partial(data: bytes, group_id: str, group_size: int) -> PartialGroup:
+    """What was sampled of the group `group_id`, whose prompt asks for `group_size` responses.
+
+    Raises:
+        WireError: it is of another group or of another size, or anything in it is not as promised.
+    """
+    message = unpack(data, "partial")
+    if (found := _identity(message, "partial")) != group_id:
+        raise WireError(f"partial {found}: came with the prompt {group_id}")
+    where = f"partial {group_id}"
+    responses = _field(message, "responses", list, where)
+    if len(responses) != group_size:
+        raise WireError(f"{where}: {len(responses)} responses; expected {group_size}")
+    return PartialGroup(
+        group_id=group_id,
+        responses=tuple(_unpack_partial(r, f"{where}: response {i}") for i, r in enumerate(responses)),
+        temperature=_number(message, "temperature", where),
+    )
+
+
+def _unpack_partial(value: Any, where: str) -> PartialResponse:
+    if value is None:
+        return NOTHING_YET
+    if not isinstance(value, dict):
+        raise WireError(f"{where}: is a {type(value).__name__}; expected a map or null")
+    token_ids, logprobs = _sampled_tokens(value, where)
+    finish = value.get("finish")
+    if finish not in (None, "stop", "length"):
+        raise WireError(f"{where}: finish reason {finish!r}; expected 'stop', 'length' or null")
+    versions = _unpack_versions(value.get("versions"), len(token_ids), where)
+    return PartialResponse(token_ids, logprobs, versions, finish)
 
 
 def encode_answers(answers: EvalAnswers) -> bytes:
