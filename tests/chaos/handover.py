@@ -293,7 +293,7 @@ def configuration(handoff_tokens: int, model: Path, server: Server) -> Config:
                 "lease_ttl_s": 30.0,
             },
             "staleness": {"max_staleness": 20},
-            "weights": {"backend": "gloo", "timeout_s": 20.0},
+            "weights": {"backend": "gloo", "timeout_s": 60.0},
         }
     )  # fmt: skip
 
