@@ -65,7 +65,7 @@ class Generator:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            loop.add_signal_handler(number, self._drain)
         async with contextlib.AsyncExitStack() as stack:
             heartbeat = asyncio.create_task(self._heartbeat())
             stack.push_async_callback(self._leave, heartbeat)
@@ -81,6 +81,10 @@ class Generator:
         counts = {**self._counts, **self.handover.counts}
         self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in counts.items()))
 
+    def _drain(self) -> None:
+        """From now on nothing new is taken."""
+        self.draining.set()
+
     async def _until_drained(self, job: Coroutine[None, None, None], *beside: Coroutine[None, None, None]) -> bool:
         """Run all until the first of them ends, whose error is ours, or it is time to leave. Returns whether `job` was
         done before that."""
@@ -90,7 +94,7 @@ class Generator:
         try:
             done, _ = await asyncio.wait([*tasks, drained, stopped], return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] not in done:
-                self.draining.set()
+                self._drain()
                 for other in tasks[1:]:
                     other.cancel()
                 await self._interrupt()
@@ -228,7 +232,7 @@ class Generator:
         while True:
             if await asyncio.to_thread(self.broker.heartbeat, self._member()) and not self.draining.is_set():
                 self.log.info("asked to leave")
-                self.draining.set()
+                self._drain()
             if self._in_flight:
                 await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
             if self.evaluation is not None and self.evaluation.held is not None:
@@ -259,7 +263,7 @@ class Generator:
 
     async def _hand_over(self) -> None:
         """Give back what is unfinished, with what was sampled of it; what cannot be within the time is taken back."""
-        self.draining.set()
+        self._drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_STEP_S):
                 await asyncio.to_thread(self.broker.heartbeat, self._member())  # leaves the weight group
