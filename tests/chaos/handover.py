@@ -1,6 +1,6 @@
 """What is sampled twice when generators are killed all the time, with hand-over of unfinished work and without.
 
-    python -m tests.chaos.handover [--kills N] [--generators N] [--json]
+    python -m tests.chaos.handover [--kills N] [--generators N] [--seconds S] [--only with|without] [--json]
 
 Real vLLM on the tiny model, the real generator, broker and weight publisher; in the learner's place somebody who
 publishes perturbed weights and settles groups. Responses are of 400 tokens. While any generator serves, one is killed
@@ -48,7 +48,8 @@ KILL_EVERY_S = 10.0
 PUBLISH_EVERY_S = 8.0
 HANDOFF_TOKENS = 16
 START_S = 300.0
-SCORED = 150  # delivered responses that are scored again, continued ones first
+DRAIN_AFTER_S = 6.0
+SCORED = 60  # delivered responses that are scored again, continued ones first
 
 
 # --- a generator process
@@ -298,8 +299,8 @@ def configuration(handoff_tokens: int, model: Path, server: Server) -> Config:
     )  # fmt: skip
 
 
-def run(handoff_tokens: int, kills: int, generators: int, model: Path, folder: Path) -> Arm:
-    """One arm, from an empty server to the accounts."""
+def run(handoff_tokens: int, kills: int, generators: int, seconds: float, model: Path, folder: Path) -> Arm:
+    """One arm, from an empty server to the accounts; nobody is killed any more after `seconds`."""
     from transformers import AutoModelForCausalLM
 
     arm, started = Arm(handoff_tokens), time.monotonic()
@@ -311,12 +312,14 @@ def run(handoff_tokens: int, kills: int, generators: int, model: Path, folder: P
         fleet = Fleet(settler, folder)
         try:
             first = fleet.start()
-            fleet.until_serving(first)
+            if handoff_tokens:
+                fleet.until_serving(first)
+            for _ in range(generators - 1):
+                fleet.start()
             if handoff_tokens:
                 arm.drained = _drain_the_only_one(fleet, first)
-            while len(fleet.children) < generators:
                 fleet.start()
-            _kill(fleet, arm, kills)
+            _kill(fleet, arm, kills, started + seconds)
             arm.left = fleet.leave(fleet.children.copy(), "SIGTERM")
         finally:
             fleet.close()
@@ -335,9 +338,9 @@ def run(handoff_tokens: int, kills: int, generators: int, model: Path, folder: P
 
 
 def _drain_the_only_one(fleet: Fleet, name: str) -> dict[str, Any]:
-    """After at least one group and in the middle of others; what it has sampled is then all there is."""
+    """While the others are still starting; what it has sampled is then all there is."""
     begun, settler = time.monotonic(), fleet.settler
-    while not settler.groups or time.monotonic() - begun < KILL_EVERY_S:
+    while time.monotonic() - begun < DRAIN_AFTER_S:
         fleet.tick()
     outcome = fleet.leave([name], "drain")
     delivered = 0
@@ -351,9 +354,9 @@ def _drain_the_only_one(fleet: Fleet, name: str) -> dict[str, Any]:
     return {**outcome, "sampled": fleet.sampled(), "handed_over": kept, "lost": fleet.sampled() - delivered - kept}
 
 
-def _kill(fleet: Fleet, arm: Arm, kills: int) -> None:
+def _kill(fleet: Fleet, arm: Arm, kills: int, until: float) -> None:
     clock, before = 0.0, time.monotonic()
-    while arm.kills < kills:
+    while arm.kills < kills and time.monotonic() < until:
         fleet.tick()
         now = time.monotonic()
         serving = fleet.serving()
@@ -367,10 +370,6 @@ def _kill(fleet: Fleet, arm: Arm, kills: int) -> None:
             arm.serving_s += clock
             clock = 0.0
             print(f"kill {arm.kills} of {kills}, {len(fleet.settler.groups)} groups", file=sys.stderr, flush=True)
-    done = len(fleet.settler.groups)
-    deadline = time.monotonic() + START_S
-    while len(fleet.settler.groups) < done + 4 and time.monotonic() < deadline:  # what was left goes on
-        fleet.tick()
 
 
 # --- scoring again
@@ -416,6 +415,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.handover", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=6, help="SIGKILLs in each of the two runs")
     parser.add_argument("--generators", type=int, default=3, help="generators kept alive or starting")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="kill nobody after this long, in each run")
+    parser.add_argument("--only", choices=["with", "without"], help="one of the two runs")
     parser.add_argument("--handoff-tokens", type=int, default=HANDOFF_TOKENS)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
@@ -423,23 +424,24 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="handover-"))
-    arms = []
-    for handoff_tokens in (options.handoff_tokens, 0):
-        folder = root / str(handoff_tokens)
-        folder.mkdir()
-        arms.append(run(handoff_tokens, options.kills, options.generators, options.model, folder))
-        if not options.json:
-            print(json.dumps(asdict(arms[-1]), indent=2), flush=True)
-    handed, without = arms
-    worst = max(arm.scored["worst_continued"] for arm in arms)
+    arms: dict[str, Arm] = {}
+    for name, handoff_tokens in (("with", options.handoff_tokens), ("without", 0)):
+        if options.only in (None, name):
+            folder = root / name
+            folder.mkdir()
+            arm = run(handoff_tokens, options.kills, options.generators, options.seconds, options.model, folder)
+            arms[name] = arm
+            if not options.json:
+                print(json.dumps(asdict(arm), indent=2), flush=True)
+    worst = max(arm.scored["worst_continued"] for arm in arms.values())
+    drained = [arm.drained["lost"] for arm in arms.values() if arm.drained]
     result = {
-        "twice_share": handed.twice_share,
-        "twice_share_without": without.twice_share,
-        "drained_lost": handed.drained["lost"],
+        **{f"twice_share_{name}": arm.twice_share for name, arm in arms.items()},
+        "drained_lost": drained,
         "worst_continued": worst,
-        "worst_other": max(arm.scored["worst_other"] for arm in arms),
-        "ok": handed.twice_share < 0.05 and handed.drained["lost"] == 0 and worst < 1e-3,
-        "arms": [asdict(arm) for arm in arms],
+        "worst_other": max(arm.scored["worst_other"] for arm in arms.values()),
+        "ok": all(arm.twice_share < 0.05 for arm in arms.values() if arm.drained) and not any(drained) and worst < 1e-3,
+        "arms": {name: asdict(arm) for name, arm in arms.items()},
     }
     print(json.dumps(result))
     if options.keep:
