@@ -24,7 +24,7 @@ _Right = tuple[str, str]
 _MEMBER: tuple[_Right, ...] = (
     ("xgroup|create", "prompts eval"),
     ("hset hgetall", "members"),
-    ("hget", "state"),
+    ("hget", "state drains"),
     ("hlen", "answers"),
 )
 _LEDGER: tuple[_Right, ...] = (("xlen", "prompts groups"), ("zcard", "outstanding unsettled"), ("hgetall", "ledger"))
@@ -33,7 +33,8 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
     "broker": (
         *_MEMBER,
         *_LEDGER,
-        ("hdel", "members"),
+        ("hdel", "members drains"),
+        ("hset", "drains"),  # `headrace drain`
         ("xadd xack xdel xrange xpending xinfo|consumers xgroup|delconsumer", "prompts eval"),
         ("hincrby", "ledger state"),
         ("zadd", "outstanding"),
@@ -49,10 +50,11 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
     ),
     "generator": (
         *_MEMBER,
-        ("hdel", "members"),
+        ("hdel", "members drains"),
         ("xreadgroup xclaim xack xdel xpending", "prompts eval"),
         ("xadd xrange", "prompts"),
         ("xadd memory|usage", "groups"),
+        ("hget hset hdel memory|usage", "partial"),
         ("xadd", "dead events"),
         ("hincrby", "ledger"),
         ("zadd zscore", "closed"),

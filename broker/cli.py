@@ -1,4 +1,4 @@
-"""`headrace broker [acl]|up|status|audit`; `headrace dead` is in `broker.cli_dead`."""
+"""`headrace broker [acl]|up|status|drain|audit`; `headrace dead` is in `broker.cli_dead`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def status(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None
                 run.evaluation(),
             )
         )
+
+
+def drain(
+    config: ConfigPath,
+    generator: Annotated[str, typer.Argument(metavar="GENERATOR", help="Its name, as `headrace status` shows it.")],
+    run_id: RunId = None,
+    overrides: Overrides = None,
+) -> None:
+    """Ask a generator to leave: it takes no new prompt, hands over what it has sampled, and ends with 0."""
+    from broker.audit import open_run
+    from broker.runs import existing_run
+
+    resolved = existing_run(settings.load(config, overrides or []), run_id)
+    with open_run(resolved) as run:
+        members = {member.id: member for member in run.members("generator")}
+        if generator not in members:
+            living = ", ".join(members) or "none lives"
+            run_id = resolved.run.run_id
+            raise ConfigError(f"GENERATOR: {generator!r} is not in run {run_id}; expected one of: {living}")
+        run.drain(members[generator])
+    typer.echo(f"{generator} was asked to leave")
 
 
 def audit(

@@ -23,15 +23,26 @@ _STATES = ("joining", "syncing", "serving", "draining")
 class Fleet(Link):
     """Methods of `Broker` around members, control messages and events."""
 
-    def heartbeat(self, member: Member) -> None:
-        """Say that `member` is alive and what it does. Its `age_s` is ignored: the server's clock counts."""
+    def heartbeat(self, member: Member) -> bool:
+        """Say that `member` is alive and what it does. Its `age_s` is ignored: the server's clock counts.
+
+        Returns:
+            Whether this process was asked to leave (`drain`).
+        """
         body = asdict(member)
         del body["age_s"]
-        self._run("heartbeat", [self.keys.members], [member.id, wire.pack("member", body)])
+        packed = wire.pack("member", body)
+        keys = [self.keys.members, self.keys.drains]
+        return bool(self._run("heartbeat", keys, [member.id, packed, member.incarnation]))
+
+    def drain(self, member: Member) -> None:
+        """Ask `member` to leave; its next heartbeat is told. A later process of the same id is not meant."""
+        self._call(lambda: self._client.hset(self.keys.drains, member.id, member.incarnation))
 
     def leave(self, id: str) -> None:
         """Take a member off the list at once."""
         self._call(lambda: self._client.hdel(self.keys.members, id))
+        self._call(lambda: self._client.hdel(self.keys.drains, id))
 
     def members(self, role: Role | None = None) -> list[Member]:
         """Members whose last heartbeat is at most `member_ttl_s` old, in order of their ids."""

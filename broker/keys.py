@@ -16,7 +16,9 @@ slot and one script may touch several of them.
 | expiries  | hash   | group id -> how often it expired and went back, until it ends |
 | contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
 | closed    | zset   | "entry-id outcome" of leases and dead letters that just ended: sent twice counts once |
+| partial   | hash   | group id -> what was sampled of it so far, until its lease ends for good |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
+| drains    | hash   | member id -> "pid@host" of the process that was asked to leave |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
 | answers   | hash   | index -> packed answers of the open evaluation round; gone when it ends |
 | rounds    | hash   | open evaluation round: `round`, `prompts`, `started`; `last` one begun or skipped, `result` |
@@ -51,7 +53,9 @@ class Keys:
         self.expiries = self.prefix + "expiries"
         self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
+        self.partial = self.prefix + "partial"
         self.members = self.prefix + "members"
+        self.drains = self.prefix + "drains"
         self.eval = self.prefix + "eval"
         self.answers = self.prefix + "answers"
         self.rounds = self.prefix + "rounds"

@@ -27,7 +27,7 @@ from common.errors import FencedError, HeadraceError
 MAX_BLOCK_MS = 5000
 
 # What the server refuses at its memory limit; all other scripts run there too, they are what frees memory.
-GROWING = frozenset({"eval_begin", "release", "submit"})
+GROWING = frozenset({"eval_begin", "partial", "release", "submit"})
 
 # A failover or a restart under way, as a server says it that does answer.
 _MOVING = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNBLOCKED")

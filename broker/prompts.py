@@ -2,6 +2,10 @@
 
 Promise: a lease ends exactly once, whoever ends it. Its entry id names it; once it is closed or taken back that id is
 gone, and whatever its old holder still sends is refused and counted as a duplicate.
+
+What a holder has sampled of an unfinished group it may keep beside the prompt (`keep_partial`). It survives the lease
+where that is given back or taken back, comes with the next one, and goes in the step that ends the lease for good:
+submitted, filtered, failed or dead.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from broker.pressure import BrokerFullError
 from broker.records import FilteredKind, Lease
 from common import wire
 from common.errors import WireError
-from common.trajectory import Group, Prompt
+from common.trajectory import Group, PartialGroup, Prompt
+from common.wirepartial import decode_partial, encode_partial
 
 # Leases taken back per call: bounds the time one script holds the server.
 _RECLAIM_LIMIT = 128
@@ -66,11 +71,36 @@ class PromptQueue(Link):
         for raw_id, fields in reply[0][1] if reply else []:
             entry_id = raw_id.decode()
             try:
-                leases.append(Lease(entry_id, wire.decode_prompt(fields.get(b"p", b""))))
+                prompt = wire.decode_prompt(fields.get(b"p", b""))
             except WireError as error:
                 _log.warning("prompt entry %s dead-lettered: %s", entry_id, error)
                 self._close(consumer, entry_id, "dead", "", b"", str(error), "damaged")
+            else:
+                leases.append(Lease(entry_id, prompt, self._partial(prompt.group_id)))
         return leases
+
+    def _partial(self, group_id: str) -> PartialGroup | None:
+        """What was sampled of a group; to be read after its lease was taken, when nobody else can write it."""
+        packed = self._call(lambda: self._client.hget(self.keys.partial, group_id))
+        if packed is None:
+            return None
+        try:
+            return decode_partial(packed, group_id, self.config.sampling.group_size)
+        except WireError as error:
+            _log.warning("prompt %s starts afresh, what was sampled of it cannot be read: %s", group_id, error)
+            return None
+
+    def keep_partial(self, consumer: str, entry_id: str, partial: PartialGroup) -> bool:
+        """Keep what was sampled so far beside the prompt, in the place of what was kept before.
+
+        Returns:
+            False: the lease was taken over; nothing was written.
+
+        Raises:
+            BrokerFullError: the server is at its memory limit; nothing was written. It is not worth waiting for.
+        """
+        args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, partial.group_id, encode_partial(partial)]
+        return bool(self._run("partial", [self.keys.prompts, self.keys.partial], args))
 
     def renew(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Reset the idle time of `consumer`'s leases. Returns those it still holds; the others were taken back."""
@@ -103,8 +133,9 @@ class PromptQueue(Link):
             self._close(consumer, entry_id, "dead", prompt.group_id, b"", error, "data")
 
     def give_back(self, consumer: str, entry_id: str, prompt: Prompt) -> None:
-        """An infrastructure failure, or the generator leaves: released again, the prompt loses nothing."""
-        self._close(consumer, entry_id, "retried", prompt.group_id, wire.encode_prompt(prompt))
+        """An infrastructure failure, or the generator leaves: released again, the prompt loses nothing, nor does it
+        lose what was kept beside it."""
+        self._close(consumer, entry_id, "retried", prompt.group_id, wire.encode_prompt(prompt), keep="keep")
 
     def reclaim(self) -> list[tuple[str, str]]:
         """Take back leases that were not renewed for `lease_ttl_s`, or whose holder is not a living member; those of
@@ -119,18 +150,28 @@ class PromptQueue(Link):
             (entry_id.decode(), consumer.decode())
             for stream in (self.keys.prompts, self.keys.eval)
             for entry_id, consumer in self._run(
-                "reclaim", [stream, self.keys.members, self.keys.closed], [GENERATORS, *ttls, _RECLAIM_LIMIT]
+                "reclaim",
+                [stream, self.keys.members, self.keys.closed, self.keys.drains],
+                [GENERATORS, *ttls, _RECLAIM_LIMIT],
             )
         ]
 
     def _close(
-        self, consumer: str, entry_id: str, outcome: str, group_id: str, payload: bytes, error: str = "", kind: str = ""
+        self,
+        consumer: str,
+        entry_id: str,
+        outcome: str,
+        group_id: str,
+        payload: bytes,
+        error: str = "",
+        kind: str = "",
+        keep: str = "",
     ) -> bool:
         k = self.keys
         keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
-        keys.append(k.contained)
+        keys += [k.contained, k.partial]
         script = "submit" if outcome == "submitted" else "close"
-        args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind]
+        args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind, keep]
         return bool(self._run(script, keys, args))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.trajectory import Group, Prompt
+from common.trajectory import Group, PartialGroup, Prompt
 
 Role = Literal["generator", "learner", "broker"]
 MemberState = Literal["joining", "syncing", "serving", "draining"]
@@ -14,10 +14,12 @@ FilteredKind = Literal["correct", "wrong", "equal"]
 
 @dataclass(frozen=True)
 class Lease:
-    """A prompt held by one generator. `entry_id` is the fencing token: after a reclaim it names nothing any more."""
+    """A prompt held by one generator. `entry_id` is the fencing token: after a reclaim it names nothing any more.
+    `partial` is what earlier holders have sampled, where they left any of it."""
 
     entry_id: str
     prompt: Prompt
+    partial: PartialGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -215,3 +217,8 @@ class Member:
     pid: int = 0
     counters: dict[str, float] = field(default_factory=dict)
     age_s: float = 0.0
+
+    @property
+    def incarnation(self) -> str:
+        """The process, as long as it lives: one that is started again under the same id is another."""
+        return f"{self.pid}@{self.host}"

@@ -19,7 +19,7 @@ from broker.keys import GENERATORS, LEARNER
 from broker.prompts import PromptQueue
 from broker.records import Ledger, Queues, Unfinished, Whereabouts
 from common.config import Config
-from common.trajectory import Group
+from common.trajectory import Group, PartialGroup
 
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
@@ -52,12 +52,27 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
         Raises:
             BrokerFullError: the groups, or the server, take no more now; the lease is still held.
         """
-        limit = self.config.broker.max_bytes
-        if limit is not None:
-            size = self.group_bytes()
-            if size > limit:
-                raise self._full(f"its groups take {size} bytes, more than broker.max_bytes ({limit})")
+        self._check_room(unfinished_share=0.5)
         return super().submit(consumer, entry_id, group)
+
+    def keep_partial(self, consumer: str, entry_id: str, partial: PartialGroup) -> bool:
+        """As `PromptQueue.keep_partial`, within `broker.max_bytes`."""
+        self._check_room(unfinished_share=1.0)
+        return super().keep_partial(consumer, entry_id, partial)
+
+    def _check_room(self, unfinished_share: float) -> None:
+        """Raises BrokerFullError where groups and what is kept of unfinished ones take more than `broker.max_bytes`.
+
+        Of the latter at most `unfinished_share` of the limit is counted: they go only when groups are submitted, so
+        they may slow submissions down, and never stop them.
+        """
+        limit = self.config.broker.max_bytes
+        if limit is None:
+            return
+        groups, partial = self.group_bytes(), self._bytes(self.keys.partial)
+        size = groups + min(partial, int(unfinished_share * limit))
+        if size > limit:
+            raise self._full(f"its groups take {size} bytes, more than broker.max_bytes ({limit})")
 
     def ledger(self) -> Ledger:
         """The ledger, of one instant."""
@@ -83,7 +98,10 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
 
     def group_bytes(self) -> int:
         """Bytes of all groups in the stream, as the server samples them."""
-        return int(self._call(lambda: self._client.memory_usage(self.keys.groups)) or 0)
+        return self._bytes(self.keys.groups)
+
+    def _bytes(self, key: str) -> int:
+        return int(self._call(lambda: self._client.memory_usage(key)) or 0)
 
     def server_memory(self) -> tuple[int, int]:
         """Bytes the server uses, and its limit (0: none)."""

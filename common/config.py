@@ -156,6 +156,11 @@ class GeneratorConfig(Section):
     max_num_seqs: PositiveInt = 256
     enforce_eager: bool = False
     threads: PositiveInt = Field(1, description="CPU build only: OpenMP threads of the engine.")
+    handoff_tokens: NonNegativeInt = Field(
+        256,
+        description="Tokens by which a response grows before what there is of it is kept in the broker: what a "
+        "generator that is killed loses of it at most. 0: nothing is kept before a generator leaves in good order.",
+    )
 
 
 class BrokerConfig(Section):

@@ -83,6 +83,33 @@ class Response:
 
 
 @dataclass(frozen=True)
+class PartialResponse:
+    """What there is of a response: arrays and `versions` as in `Response`, all empty where nothing was sampled yet.
+    `finish_reason` None: it is not finished."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason | None = None
+
+
+NOTHING_YET = PartialResponse(np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+
+@dataclass(frozen=True)
+class PartialGroup:
+    """What there is of a group, of each of its responses in order: what another generator goes on from."""
+
+    group_id: str
+    responses: tuple[PartialResponse, ...]
+    temperature: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(response.token_ids) for response in self.responses)
+
+
+@dataclass(frozen=True)
 class EvalAnswer:
     """One judged response to an evaluation prompt, `tokens` long, sampled by policies `oldest_version` to
     `newest_version`. `reward` is None where the reward failed, `correct` also where it cannot tell."""

@@ -6,6 +6,7 @@ What it promises:
   engine stamped on it; nothing is truncated, and nothing is sampled before there is a version.
 - Nobody waits for a dead engine: vLLM's calls never return once its core process is gone, so every call here races
   against the engine's death, and control calls against a deadline too.
+- A response that another generator began goes on from its tokens; what there is of one is told as it grows.
 - A prompt that cannot be sampled is a `DataFailure`; an engine that cannot go on is an `EngineError`.
 """
 
@@ -13,37 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import multiprocessing
 import os
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
-
-import numpy as np
 
 from common.config import Config
 from common.errors import HeadraceError
-from common.trajectory import FinishReason, Float32Array, Int32Array, VersionRun
+from common.trajectory import NOTHING_YET, Int32Array, PartialResponse
 from common.weightwire import resolve_backend
+from generator.responses import EngineError as EngineError
+from generator.responses import Growing, Interrupted
+from generator.responses import Sampled as Sampled
+from generator.responses import check_finite as check_finite
 from generator.rewards import DataFailure
 
 T = TypeVar("T")
+# Told the index of a response and what there is of it, whenever it has grown by `generator.handoff_tokens`.
+Report = Callable[[int, PartialResponse], None]
 _WATCH_S = 0.2  # vLLM offers no event for its core's death, only a flag
-
-
-class EngineError(HeadraceError):
-    """The engine died, or a control call did not return in time: this process cannot go on."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One response: token ids and log-probabilities (nats) of shape (tokens,), the end token included."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    versions: tuple[VersionRun, ...]
-    finish_reason: FinishReason
-    text: str
 
 
 class Engine:
@@ -65,17 +56,30 @@ class Engine:
         self._watcher: asyncio.Task[None] | None = None
         self._counts = dict.fromkeys(("tokens", "requests", "busy_s", "paused_s"), 0.0)
         self._running, self._paused, self._marked = 0, False, time.monotonic()
+        self._open: set[str] = set()  # requests of vLLM's
+        self._interrupted = False
 
     # --- life
 
     async def start(self) -> None:
-        """Load the model; some 10-20 s on a CPU.
+        """Load the model; some 10-20 s on a CPU. Cancelled, it ends vLLM's processes and returns soon.
 
         Raises:
             EngineError: vLLM did not start.
         """
+        before = set(multiprocessing.active_children())
+        building = asyncio.create_task(asyncio.to_thread(self._build))
         try:
-            self._llm = await asyncio.to_thread(self._build)
+            self._llm = await asyncio.shield(building)
+        except asyncio.CancelledError:
+            while not building.done():  # its thread cannot be cancelled, but waits for processes that can
+                for child in set(multiprocessing.active_children()) - before:
+                    child.terminate()
+                await asyncio.wait([building], timeout=_WATCH_S)
+            if building.exception() is None:
+                self._llm = building.result()
+                await self.close()
+            raise
         except Exception as error:  # vLLM raises many kinds; its processes have logged the cause
             raise EngineError(f"vLLM did not start: {error}") from error
         self._dead = asyncio.get_running_loop().create_future()
@@ -135,14 +139,22 @@ class Engine:
         top_p: float = 1.0,
         max_tokens: int | None = None,
         seed: int | None = None,
+        begun: Sequence[PartialResponse] = (),
+        report: Report | None = None,
     ) -> list[Sampled]:
         """Sample `n` responses to one prompt; what is not given is as in training.
 
         With `seed` (31 bits) the draws depend on it alone, not on what else the engine is doing.
 
+        Args:
+            begun: what there is of each response; those that are finished stay as they are, the others go on. Empty:
+                nothing.
+            report: told of each response as it grows, when it is finished, and when `interrupt` ends it.
+
         Raises:
             DataFailure: the prompt is too long, or vLLM refuses it.
             EngineError: there is no version yet, or the engine died.
+            Interrupted: `interrupt` was called.
         """
         if self.version is None:
             raise EngineError("sampling before the first weights have arrived")
@@ -152,43 +164,101 @@ class Engine:
                 f"prompt of {len(prompt_ids)} tokens; expected 1 to {sampling.max_prompt_tokens} "
                 "(sampling.max_prompt_tokens)"
             )
-        params = _sampling_params(
-            n,
-            sampling.temperature if temperature is None else temperature,
-            top_p,
-            max_tokens or sampling.max_response_tokens,
-            seed,
-        )
+        temperature = sampling.temperature if temperature is None else temperature
+        limit = max_tokens or sampling.max_response_tokens
+        interval = limit if report is None else self.config.generator.handoff_tokens or limit
+
+        async def one(index: int, before: PartialResponse) -> Sampled | None:
+            if before.finish_reason is not None:
+                return self._finished(before, None)
+            left = limit - len(before.token_ids)
+            own_seed = None if seed is None else seed + index
+            params = _sampling_params(temperature, top_p, left, own_seed, interval)
+            tell = partial(report or _nobody, index)
+            return await self._grow(Growing(before, f"{request_id}-{index}"), prompt_ids, params, tell)
+
+        tasks = [asyncio.ensure_future(one(i, each)) for i, each in enumerate(begun or [NOTHING_YET] * n)]
         self._mark(running=+1)
         try:
-            output = await self._race(self._generate(request_id, prompt_ids, params), f"request {request_id}")
+            samples = await self._race(_all(tasks), f"request {request_id}")
         finally:
             self._mark(running=-1)
-        samples = [_sampled(completion, request_id) for completion in output.outputs]
+            for task in tasks:
+                task.cancel()
+        finished = [sample for sample in samples if sample is not None]
+        if len(finished) < len(samples):
+            raise Interrupted
         self._counts["requests"] += 1
-        self._counts["tokens"] += sum(len(sample.token_ids) for sample in samples)
-        return samples
+        return finished
 
-    async def _generate(self, request_id: str, prompt_ids: Int32Array, params: Any) -> Any:
+    async def _grow(
+        self, growing: Growing, prompt_ids: Int32Array, params: Any, tell: Callable[[PartialResponse], None]
+    ) -> Sampled | None:
+        """Sample one response to its end, from what there is of it; None where it was interrupted."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids.tolist()}
+        request_id, reason = growing.request_id, None
+        prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids.tolist(), *growing.before.token_ids.tolist()]}
         if self.config.weights.on_update == "keep":
             # The cache survives updates, so a prefix computed by other weights must not be found.
             prompt["cache_salt"] = str(self.version)
-        output = None
+        if self._interrupted:
+            return None
+        self._open.add(request_id)
         try:
             async for latest in self._llm.generate(prompt, params, request_id):
-                output = latest
+                completion = latest.outputs[0]
+                growing.add(completion)
+                self._counts["tokens"] += len(completion.token_ids)
+                reason = completion.finish_reason
+                if reason not in (None, "stop", "length", "abort"):
+                    raise EngineError(f"request {request_id}: finished with {reason!r}; expected stop or length")
+                spans = completion.weight_versions if reason else self._spans(request_id)
+                so_far = growing.so_far(spans, None if reason == "abort" else reason)
+                tell(so_far)
         except EngineDeadError:
             raise EngineError(f"request {request_id}: vLLM's engine process died") from None
+        except HeadraceError:
+            raise
         except Exception as error:
             if self._llm is None or self._llm.errored:
                 raise EngineError(f"request {request_id}: vLLM's engine process died") from error
             raise DataFailure(f"vLLM refused the prompt: {error}") from error
-        if output is None or not output.finished:
+        finally:
+            self._open.discard(request_id)
+        if reason == "abort" and self._interrupted:
+            return None
+        if reason not in ("stop", "length") or not growing.tokens:
             raise EngineError(f"request {request_id}: vLLM ended it without a result")
-        return output
+        return self._finished(so_far, None if len(growing.before.token_ids) else growing.text)
+
+    def _finished(self, response: PartialResponse, text: str | None) -> Sampled:
+        """A response with its end; `text` None: it was continued, so the text is that of all its tokens."""
+        assert response.finish_reason is not None
+        if text is None:
+            text = str(self._llm.get_tokenizer().decode(response.token_ids.tolist(), skip_special_tokens=True))
+        return Sampled(response.token_ids, response.logprobs, response.versions, response.finish_reason, text)
+
+    def _spans(self, request_id: str) -> Any:
+        """The version spans of a request that runs. vLLM tells them at its end only, but keeps them all along."""
+        processor = self._llm.output_processor
+        states = [processor.request_states[each] for each in processor.external_req_ids.get(request_id, ())]
+        if len(states) != 1:
+            raise EngineError(f"request {request_id}: vLLM runs {len(states)} requests of that name; expected 1")
+        return states[0]._weight_version_spans()
+
+    async def interrupt(self) -> None:
+        """End all sampling for good: every response is reported with all its tokens, `sample` raises Interrupted.
+
+        Raises:
+            EngineError: the engine died or did not answer in time.
+        """
+        self._interrupted = True
+        if self._llm is None:
+            return
+        # Paused first: a token that is under way at an abort is lost.
+        await self.control(self._llm.pause_generation(mode="keep", clear_cache=False), "pause_generation")
+        await self.control(self._llm.abort(list(self._open)), "abort")
 
     # --- weights
 
@@ -290,56 +360,25 @@ def _prepare_environment(config: Config) -> None:
         os.environ.setdefault(name, value)
 
 
-def _sampling_params(n: int, temperature: float, top_p: float, max_tokens: int, seed: int | None) -> Any:
+async def _all(tasks: Sequence[asyncio.Future[T]]) -> list[T]:
+    return list(await asyncio.gather(*tasks))
+
+
+def _nobody(_index: int, _so_far: PartialResponse) -> None:
+    """A report that is not asked for."""
+
+
+def _sampling_params(temperature: float, top_p: float, max_tokens: int, seed: int | None, stream_interval: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        n=n,
         temperature=temperature,
         top_p=top_p,
         max_tokens=max_tokens,
         seed=seed,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=stream_interval,
     )
-
-
-def _sampled(completion: Any, request_id: str) -> Sampled:
-    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    flat = completion.logprobs
-    if len(token_ids) == 0 or list(flat.token_ids) != list(completion.token_ids):
-        raise EngineError(f"request {request_id}: {len(token_ids)} tokens, log-probabilities of {len(flat.token_ids)}")
-    if completion.finish_reason not in ("stop", "length"):
-        raise EngineError(f"request {request_id}: finished with {completion.finish_reason!r}; expected stop or length")
-    return Sampled(
-        token_ids=token_ids,
-        logprobs=np.asarray(flat.logprobs, dtype=np.float32),
-        versions=version_runs(completion.weight_versions, request_id),
-        finish_reason=completion.finish_reason,
-        text=completion.text,
-    )
-
-
-def check_finite(samples: Sequence[Sampled], group_id: str) -> None:
-    """Refuse a group with a log-probability that is not finite: no ratio could be formed from it.
-
-    Raises:
-        DataFailure: names the group, the response and the token.
-    """
-    for index, sample in enumerate(samples):
-        wrong = np.flatnonzero(~np.isfinite(sample.logprobs))
-        if len(wrong):
-            raise DataFailure(
-                f"group {group_id}: the engine gave token {wrong[0]} of response {index} the log-probability "
-                f"{sample.logprobs[wrong[0]]}; expected a finite one"
-            )
-
-
-def version_runs(spans: Sequence[Any] | None, request_id: str) -> tuple[VersionRun, ...]:
-    """vLLM's weight-version spans as version runs."""
-    runs = tuple(VersionRun(int(span.version), span.start) for span in spans or () if span.end > span.start)
-    if not runs or runs[0].start != 0:
-        raise EngineError(f"request {request_id}: the engine stamped no weight version on its tokens")
-    return runs

@@ -5,7 +5,8 @@ Read `Generator.run` and `Generator._serve` and you have read the generator. Wha
 - it takes no prompt before it holds a published version, nor samples one while its weights are older than the learner
   accepts at the prompt's release (architecture, invariants 3 and 6);
 - every lease ends in exactly one of submitted, filtered, failed (data) or given back (infrastructure);
-- on SIGTERM, or when the run is finished, it takes nothing new, gives back what it has not finished, and exits 0.
+- on SIGTERM, when `headrace drain` asks for it, or when the run is finished, it takes nothing new, hands over what it
+  has not finished (`generator.handover`), and exits 0.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import Group, Prompt, Response
-from generator.engine import Engine, Sampled, check_finite
+from generator.engine import Engine, EngineError
+from generator.handover import Handover, Work
 from generator.live import LiveEvaluation
+from generator.responses import Interrupted, Sampled, check_finite
 from generator.rewards import DataFailure, RewardPool, Score, shape, uninformative
 from generator.updates import WeightReceiver
 
 LEASE_BLOCK_MS = 1000
+# Each of the two steps of leaving: the engine stops, and what is unfinished is handed over. `headrace up` waits 20 s
+# for the exit, Kubernetes 30 s.
+LEAVE_STEP_S = 7.0
 
 
 class Generator:
@@ -45,7 +51,8 @@ class Generator:
         if config.eval is not None and config.eval.every:
             self.evaluation = LiveEvaluation(config, generator_id, broker, self.engine, self.rewards, log)
         self.draining = asyncio.Event()
-        self._in_flight: dict[str, Lease] = {}
+        self.handover = Handover(config, generator_id, broker, log)
+        self._in_flight: dict[str, Work] = {}
         self._started = time.monotonic()
         self._blocked_s = 0.0
         self._counts = dict.fromkeys(("groups", "filtered", "failures", "duplicates"), 0)
@@ -58,32 +65,52 @@ class Generator:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            loop.add_signal_handler(number, self._drain)
         async with contextlib.AsyncExitStack() as stack:
             heartbeat = asyncio.create_task(self._heartbeat())
             stack.push_async_callback(self._leave, heartbeat)
             self.rewards.start()
             stack.callback(self.rewards.close)
-            await self.engine.start()
             stack.push_async_callback(self.engine.close)
-            self.log.info("engine ready after %.1f s", time.monotonic() - self._started)
-            await self._until_drained(self.receiver.run(), self._serve(), self._watch(heartbeat))
-            await self._give_back_unfinished()
-        self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in self._counts.items()))
+            if await self._until_drained(self.engine.start(), self._watch(heartbeat)):
+                self.log.info("engine ready after %.1f s", time.monotonic() - self._started)
+                try:
+                    await self._until_drained(self._serve(), self.receiver.run(), self._watch(heartbeat))
+                finally:
+                    await self._hand_over()
+        counts = {**self._counts, **self.handover.counts}
+        self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in counts.items()))
 
-    async def _until_drained(self, *jobs: Coroutine[None, None, None]) -> None:
-        """Run all jobs until the first ends; its error is ours."""
-        tasks = [asyncio.create_task(job) for job in jobs]
+    def _drain(self) -> None:
+        """From now on nothing new is taken."""
+        self.draining.set()
+
+    async def _until_drained(self, job: Coroutine[None, None, None], *beside: Coroutine[None, None, None]) -> bool:
+        """Run all until the first of them ends, whose error is ours, or it is time to leave. Returns whether `job` was
+        done before that."""
+        tasks = [asyncio.create_task(each) for each in (job, *beside)]
         drained = asyncio.create_task(self.draining.wait())
         stopped = asyncio.create_task(self.receiver.stopped.wait())
-        done, _ = await asyncio.wait([*tasks, drained, stopped], return_when=asyncio.FIRST_COMPLETED)
-        self.draining.set()
-        for task in (*tasks, drained, stopped):
-            task.cancel()
-        await asyncio.gather(*tasks, drained, stopped, return_exceptions=True)
+        try:
+            done, _ = await asyncio.wait([*tasks, drained, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] not in done:
+                self._drain()
+                for other in tasks[1:]:
+                    other.cancel()
+                await self._interrupt()
+        finally:
+            for each in (*tasks, drained, stopped):
+                each.cancel()
+            await asyncio.gather(*tasks, drained, stopped, return_exceptions=True)
         for task in done:
             if not task.cancelled() and (error := task.exception()):
                 raise error
+        return tasks[0] in done
+
+    async def _interrupt(self) -> None:
+        """Have the engine say what there is of every response; where it cannot, what it said before has to do."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.engine.interrupt(), LEAVE_STEP_S)
 
     async def _serve(self) -> None:
         """Keep `prompts_in_flight` prompts in flight, one of them at most an evaluation's."""
@@ -91,24 +118,49 @@ class Generator:
         slots = asyncio.Semaphore(self.config.generator.prompts_in_flight)
         async with asyncio.TaskGroup() as group:
             if self.evaluation is not None:
-                group.create_task(self.evaluation.run(slots))
+                group.create_task(self._evaluate(self.evaluation, slots))
             while True:
                 await slots.acquire()
-                started = time.monotonic()
-                leases = await asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS)
-                self._blocked_s += time.monotonic() - started
-                # A server that lost its last second may hand out again what we are working on.
-                if not leases or leases[0].entry_id in self._in_flight:
+                if self.draining.is_set():
+                    return
+                work = await self._lease()
+                if work is None:
                     slots.release()
                     continue
-                self._in_flight[leases[0].entry_id] = leases[0]
-                group.create_task(self._one(leases[0], slots))
+                group.create_task(self._one(work, slots))
 
-    async def _one(self, lease: Lease, slots: asyncio.Semaphore) -> None:
-        """One prompt, from lease to its end."""
+    async def _evaluate(self, evaluation: LiveEvaluation, slots: asyncio.Semaphore) -> None:
+        with contextlib.suppress(Interrupted):  # another generator answers that prompt
+            await evaluation.run(slots)
+
+    async def _lease(self) -> Work | None:
+        """The next prompt, if there is one; cancelled, it still takes what it was given into `_in_flight`."""
+        started = time.monotonic()
+        call = asyncio.ensure_future(asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS))
         try:
-            await self._sample_and_settle(lease)
+            leases = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._take(await call)
+            raise
+        finally:
+            self._blocked_s += time.monotonic() - started
+        return self._take(leases)
+
+    def _take(self, leases: list[Lease]) -> Work | None:
+        # A server that lost its last second may hand out again what we are working on.
+        if not leases or leases[0].entry_id in self._in_flight:
+            return None
+        work = self._in_flight[leases[0].entry_id] = Work(leases[0])
+        return work
+
+    async def _one(self, work: Work, slots: asyncio.Semaphore) -> None:
+        """One prompt, from lease to its end."""
+        lease = work.lease
+        try:
+            await self._sample_and_settle(work)
             self._in_flight.pop(lease.entry_id)
+        except Interrupted:
+            pass  # handed over at the end
         except DataFailure as failure:
             self._counts["failures"] += 1
             self.log.warning("prompt %s failed: %s", lease.prompt.group_id, failure)
@@ -117,10 +169,16 @@ class Generator:
         finally:
             slots.release()
 
-    async def _sample_and_settle(self, lease: Lease) -> None:
-        prompt = lease.prompt
+    async def _sample_and_settle(self, work: Work) -> None:
+        lease, prompt = work.lease, work.lease.prompt
         await self._wait_until_current(prompt)
-        samples = await self.engine.sample(lease.entry_id, prompt.token_ids, self.config.sampling.group_size)
+        samples = await self.engine.sample(
+            lease.entry_id,
+            prompt.token_ids,
+            self.config.sampling.group_size,
+            begun=self.handover.begin(work, self.receiver.version),
+            report=self.handover.reporter(work),
+        )
         sampled_at = time.time()
         check_finite(samples, prompt.group_id)
         scores = await self.rewards.score(prompt, [sample.text for sample in samples])
@@ -134,6 +192,7 @@ class Generator:
             self._counts["groups"] += 1
         else:
             self._counts["duplicates"] += 1
+            self.handover.counts["sampled_twice"] += sum(len(sample.token_ids) for sample in samples)
             self.log.warning("prompt %s: lease was taken over, group discarded", prompt.group_id)
 
     async def _wait_until_current(self, prompt: Prompt) -> None:
@@ -171,7 +230,9 @@ class Generator:
     async def _heartbeat(self) -> None:
         """Tell the registry that we live, and keep our leases."""
         while True:
-            await asyncio.to_thread(self.broker.heartbeat, self._member())
+            if await asyncio.to_thread(self.broker.heartbeat, self._member()) and not self.draining.is_set():
+                self.log.info("asked to leave")
+                self._drain()
             if self._in_flight:
                 await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
             if self.evaluation is not None and self.evaluation.held is not None:
@@ -180,13 +241,13 @@ class Generator:
 
     async def _watch(self, heartbeat: asyncio.Task[None]) -> None:
         """A generator whose heartbeat failed is invisible: better to end with its error."""
-        await heartbeat
+        await asyncio.shield(heartbeat)  # which goes on until we have left
 
     def _member(self) -> Member:
         state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
-        counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
-        counters["broker_full_s"] = self.broker.pressure.seconds
+        counters = {**self._counts, **self.handover.counts, **self.engine.counters(), "wall_s": wall}
+        counters |= {"blocked_s": self._blocked_s, "broker_full_s": self.broker.pressure.seconds}
         if self.evaluation is not None:
             counters["evaluated"] = self.evaluation.answered
         return Member(
@@ -200,9 +261,14 @@ class Generator:
             counters={name: float(value) for name, value in counters.items()},
         )
 
-    async def _give_back_unfinished(self) -> None:
-        for lease in self._in_flight.values():
-            await asyncio.to_thread(self.broker.give_back, self.id, lease.entry_id, lease.prompt)
+    async def _hand_over(self) -> None:
+        """Give back what is unfinished, with what was sampled of it; what cannot be within the time is taken back."""
+        self._drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_STEP_S):
+                await asyncio.to_thread(self.broker.heartbeat, self._member())  # leaves the weight group
+                for work in self._in_flight.values():
+                    await self.handover.give_back(work)
         if self._in_flight:
             self.log.info("gave back %d unfinished prompts", len(self._in_flight))
 

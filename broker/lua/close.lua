@@ -2,10 +2,11 @@
 -- Ends a lease: the one way a prompt leaves a generator's hands. The entry goes and its outcome is written in one step.
 -- Runs at the memory limit too, but for a submission, which producers wait with (`broker.link.GROWING`).
 -- KEYS  1 prompts  2 groups  3 dead  4 ledger  5 closed  6 arrived  7 events  8 outstanding  9 expiries  10 contained
+--       11 partial
 -- ARGV  1 consumer group  2 consumer  3 entry id
 --       4 outcome: submitted | filtered_correct | filtered_wrong | filtered_equal | retried | dead
 --       5 group id ('' where unknown)  6 payload: the group, or the prompt to release again
---       7 error  8 kind (dead)
+--       7 error  8 kind (dead)  9 keep (retried): what was sampled of it stays beside the prompt
 -- Returns 1: done, by this call or by an earlier copy of it. 0: the lease was taken over; results are counted as
 -- duplicates, once. An error where the group id is not the lease's.
 local entry_id, outcome = ARGV[3], ARGV[4]
@@ -36,6 +37,7 @@ end
 
 redis.call('XDEL', KEYS[1], entry_id)
 local at = outcome ~= 'submitted' and now()
+if group_id and ARGV[9] ~= 'keep' then redis.call('HDEL', KEYS[11], group_id) end
 
 if outcome == 'retried' then
   redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 't', f.t or at, 'p', ARGV[6])

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Takes back leases nobody works on and releases their prompts again as new entries. The old entry ids are gone, which
--- fences their holders. Also forgets members and consumers that have been gone for long, and leases that ended long ago.
--- KEYS  1 prompts  2 members  3 closed
+-- fences their holders; what these have kept beside a prompt stays there. Also forgets members and consumers that have
+-- been gone for long, and leases that ended long ago.
+-- KEYS  1 prompts  2 members  3 closed  4 drains
 -- ARGV  1 consumer group  2 lease_ttl_ms  3 member_ttl_ms  4 most leases to take back
 -- A lease is taken back when it was idle for lease_ttl_ms, or for the shorter of the two where its holder is not a
 -- living member.
@@ -16,7 +17,10 @@ local members = redis.call('HGETALL', KEYS[2])
 for i = 1, #members, 2 do
   local seen = tonumber(string.match(members[i + 1], '^(%d+) ') or '0')
   if now - seen <= member_ttl then living[members[i]] = true
-  elseif now - seen > 10 * member_ttl then redis.call('HDEL', KEYS[2], members[i]) end
+  elseif now - seen > 10 * member_ttl then
+    redis.call('HDEL', KEYS[2], members[i])
+    redis.call('HDEL', KEYS[4], members[i])
+  end
 end
 
 local stuck, start = {}, '-'

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -29,11 +30,12 @@ from broker import Broker, Member
 from common import log as logs
 from common.config import Config
 from common.errors import ConfigError, FencedError, HeadraceError
-from common.trajectory import Int32Array, Prompt, VersionRun
+from common.trajectory import Int32Array, PartialResponse, Prompt, VersionRun
 from common.weightcontrol import STOP, Commit, Form, Update
 from common.weightwire import Parameter
-from generator.engine import Sampled
+from generator.engine import Report
 from generator.loop import Generator
+from generator.responses import Interrupted, Sampled
 from generator.rewards import DataFailure, Score
 from learner import checkpoint
 from learner import settling as settling_module
@@ -42,6 +44,8 @@ from learner.collector import Batch, Collector
 from learner.settling import Settling
 from tests.chaos.prompts import Source, fate, response_tokens, sampling_s
 
+PIECES = 3
+LOGPROB = -1.0  # of a token of version 0; that of version v is lower by v
 FENCED, NO_SERVER, LOST, CRASHED = 10, 11, 12, 1
 
 
@@ -83,13 +87,16 @@ def service(config: Config, _name: str, _spec: dict[str, Any]) -> None:
 
 
 class LightEngine:
-    """What `Generator` needs of `generator.engine.Engine`; a response is sampled in three pieces."""
+    """What `Generator` needs of `generator.engine.Engine`; a response is sampled in `PIECES` pieces, or fewer where it
+    was begun elsewhere."""
 
     backend = "gloo"
 
     def __init__(self, config: Config, median_s: float) -> None:
         self.config, self.version, self._median_s = config, -1, median_s
         self.tokens = 0
+        self._running, self._interrupted, self._idle = 0, asyncio.Event(), asyncio.Event()
+        self._idle.set()
 
     async def start(self) -> None: ...
 
@@ -98,20 +105,49 @@ class LightEngine:
     def counters(self) -> dict[str, float]:
         return {"tokens": float(self.tokens)}
 
-    async def sample(self, _request: str, prompt_ids: Int32Array, n: int) -> list[Sampled]:
+    async def interrupt(self) -> None:
+        self._interrupted.set()
+        await self._idle.wait()
+
+    async def sample(
+        self, _request: str, prompt_ids: Int32Array, n: int, *, begun: Sequence[PartialResponse], report: Report
+    ) -> list[Sampled]:
         seconds = sampling_s(self.config.run.seed, f"{int(prompt_ids[0]):09d}", self._median_s)
         answers = [response_tokens(prompt_ids, index) for index in range(n)]
-        versions: list[list[VersionRun]] = [[] for _ in answers]
-        for piece in range(3):
-            for runs, tokens in zip(versions, answers, strict=True):
-                if not runs or runs[-1].version != self.version:
-                    runs.append(VersionRun(self.version, piece * len(tokens) // 3))
-            await asyncio.sleep(seconds / 3)
-        self.tokens += sum(len(tokens) for tokens in answers)
-        return [
-            Sampled(tokens, np.full(len(tokens), -1.0, np.float32), tuple(runs), "stop", str(index))
-            for index, (tokens, runs) in enumerate(zip(answers, versions, strict=True))
-        ]
+        grown = list(begun)
+        self._running, done = self._running + 1, 0
+        self._idle.clear()
+        try:
+            while any(response.finish_reason is None for response in grown):
+                await self.pause(seconds / PIECES, done)
+                for index, tokens in enumerate(answers):
+                    if grown[index].finish_reason is None:
+                        before = len(grown[index].token_ids)
+                        grown[index] = self._grow(grown[index], tokens)
+                        self.tokens += len(grown[index].token_ids) - before
+                        report(index, grown[index])
+                done += 1
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+        return [Sampled(g.token_ids, g.logprobs, g.versions, "stop", str(index)) for index, g in enumerate(grown)]
+
+    async def pause(self, seconds: float, done: int) -> None:
+        """What sampling a piece takes, after `done` others. Raises Interrupted."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._interrupted.wait(), seconds)
+            raise Interrupted
+
+    def _grow(self, so_far: PartialResponse, tokens: Int32Array) -> PartialResponse:
+        before = len(so_far.token_ids)
+        assert np.array_equal(so_far.token_ids, tokens[:before])
+        end = min(len(tokens), before + -(-len(tokens) // PIECES))
+        runs = so_far.versions
+        if not runs or runs[-1].version != self.version:
+            runs = (*runs, VersionRun(self.version, before))
+        logprobs = np.append(so_far.logprobs, np.full(end - before, LOGPROB - self.version, np.float32))
+        return PartialResponse(tokens[:end], logprobs, runs, "stop" if end == len(tokens) else None)
 
 
 class LightTransfer:
@@ -272,6 +308,8 @@ class LightLearner:
             assert group.prompt_ids[0] == int(group.group_id), group.group_id
             for index, (response, sequence) in enumerate(zip(group.responses, trained.sequences, strict=True)):
                 assert np.array_equal(response.token_ids, response_tokens(group.prompt_ids, index)), group.group_id
+                # Every token still has the log-probability of the version that sampled it, seams or not.
+                assert np.array_equal(response.logprobs, LOGPROB - response.token_versions()), group.group_id
                 ages = np.abs(self.version - response.token_versions())[sequence.mask]
                 oldest = max(oldest, int(ages.max(initial=0)))
         self._dawdle()

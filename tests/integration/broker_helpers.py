@@ -10,7 +10,16 @@ import numpy as np
 
 from broker import Broker, Delivery, Lease
 from common.config import Config
-from common.trajectory import Group, Prompt, Response, VersionRun
+from common.trajectory import (
+    NOTHING_YET,
+    FinishReason,
+    Group,
+    PartialGroup,
+    PartialResponse,
+    Prompt,
+    Response,
+    VersionRun,
+)
 
 MakeConfig = Callable[..., Config]
 
@@ -31,6 +40,18 @@ def group(group_id: str, version: int = 0, size: int = 2) -> Group:
         correct=True,
     )
     return Group(group_id, np.array([1, 2, 3], dtype=np.int32), (response,) * size, "g1", 1.0, time.time())
+
+
+def partial_response(tokens: int, *versions: tuple[int, int], finish: FinishReason | None = None) -> PartialResponse:
+    """The first `tokens` of a response, at (version, first token) `versions`; by default all at version 0."""
+    runs = tuple(VersionRun(*each) for each in versions or ((0, 0),))
+    token_ids = np.arange(4, 4 + tokens, dtype=np.int32)
+    return PartialResponse(token_ids, np.full(tokens, -0.5, dtype=np.float32), runs, finish)
+
+
+def partial_group(group_id: str, *responses: PartialResponse) -> PartialGroup:
+    """By default: of its two responses one has five tokens, the other none yet."""
+    return PartialGroup(group_id, responses or (partial_response(5), NOTHING_YET), 1.0)
 
 
 def release(broker: Broker, count: int) -> None:

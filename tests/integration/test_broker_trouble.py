@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
-from broker_helpers import MakeConfig, group, ids, lease, prompt, release, submit
+from broker_helpers import MakeConfig, group, ids, lease, partial_group, prompt, release, submit
 from typer.testing import CliRunner
 from valkey_helpers import DATA, Node, node, until
 
@@ -254,7 +254,7 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     # the service
     assert service.position() == 0 and not service.finished()
     assert service.release([prompt(each) for each in range(8)], 0)
-    service.heartbeat(Member("broker", "broker", "serving"))
+    assert not service.heartbeat(Member("broker", "broker", "serving"))
     assert service.begin_evaluation(0, [prompt(100), prompt(101)]) == "begun"
     # a generator
     generator.heartbeat(Member("g1", "generator", "serving"))
@@ -270,9 +270,13 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
         assert held is not None and held.index == index
         generator.renew_evaluation("g1", held.entry_id)
         assert generator.answer_evaluation(held.entry_id, EvalAnswers(0, index, ()))
+    assert generator.keep_partial("g1", leases[5].entry_id, partial_group("000000005"))
     generator.give_back("g1", leases[5].entry_id, leases[5].prompt)
-    assert generator.lease("g1", 1, 0)
+    *_, again = generator.lease("g1", 9, 0)
+    assert again.partial is not None and again.partial.tokens == 5
     # the service
+    service.drain(service.members("generator")[0])
+    assert generator.heartbeat(Member("g1", "generator", "serving"))
     until(service.reclaim)
     state = service.evaluation()
     assert state.open is not None and len(service.evaluation_answers()) == 2
@@ -329,6 +333,8 @@ def test_no_user_can_do_another_s_work(server: Node, users: dict[Role, Broker]) 
         (generator, ("XDEL", groups, taken.entry_id)),
         (generator, ("XRANGE", groups, "-", "+")),
         (generator, ("DEL", groups)),
+        (generator, ("HSET", generator.keys.drains, "g2", "1@host")),
+        (learner, ("HGET", generator.keys.partial, "000000000")),
         (generator, ("HSET", state, "epoch", 9)),
         (generator, ("EVAL", "return redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)", 1, groups)),
         (learner, ("XREADGROUP", "GROUP", "generators", "x", "STREAMS", prompts, ">")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -20,9 +21,11 @@ from broker import Broker, Member
 from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
-from common.trajectory import VersionRun
+from common.trajectory import NOTHING_YET, PartialGroup, PartialResponse, VersionRun
 from common.weightcontrol import STOP
+from common.wirepartial import decode_partial, encode_partial
 from generator.engine import Engine, Sampled
+from generator.responses import Interrupted, usable
 from generator.updates import WeightReceiver
 from learner.publisher import WeightPublisher
 
@@ -51,6 +54,11 @@ class Fleet:
         self.versions[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.publisher.publish(version, self.model.state_dict().items(), torch.float32)
         await asyncio.to_thread(self.publisher.wait, 60)
+
+    def configured(self, **generator: int) -> Config:
+        """The engine's configuration with other fields of its generator section."""
+        config = self.engine.config
+        return config.model_copy(update={"generator": config.generator.model_copy(update=generator)})
 
     def logprobs(self, version: int, prompt: np.ndarray, sample: Sampled) -> np.ndarray:
         """Log-probability of each response token under the weights of `version`, shape (tokens,)."""
@@ -163,10 +171,75 @@ async def test_update_other_member_dies_engine_goes_on_and_gets_it_in_the_next_g
     dying.close()
 
 
+async def test_half_a_response_goes_on_elsewhere_and_every_token_keeps_its_own_weights(fleet: Fleet) -> None:
+    """Interrupted, sent over the wire, continued under the next version: all of it agrees with plain forwards."""
+    await first_version(fleet, 30)
+    engine, prompt, tokens = fleet.engine, PROMPTS[1], fleet.engine.counters()["tokens"]
+    engine.config = fleet.configured(handoff_tokens=8)
+    left, long_enough = [NOTHING_YET] * 4, asyncio.Event()
+
+    def report(index: int, response: PartialResponse) -> None:
+        left[index] = response
+        if all(len(each.token_ids) > 8 or each.finish_reason for each in left):
+            long_enough.set()
+
+    request = asyncio.create_task(engine.sample("half", prompt, 4, report=report))
+    await asyncio.wait_for(long_enough.wait(), 60)
+    await engine.interrupt()
+    with pytest.raises(Interrupted):
+        await request
+    engine._interrupted = False  # as in another process
+    await engine.resume(30)
+    assert any(each.finish_reason is None for each in left)
+
+    await fleet.publish(31, scale=0.05)
+    partial = decode_partial(encode_partial(PartialGroup("7", tuple(left), 1.0)), "7", 4)
+    begun = usable(partial, engine.config, 31)
+    samples = await engine.sample("half", prompt, 4, begun=begun)
+    worst, tokenizer = 0.0, engine.llm.get_tokenizer()
+    for before, sample in zip(left, samples, strict=True):
+        cut, total = len(before.token_ids), len(sample.token_ids)
+        assert sample.token_ids[:cut].tolist() == before.token_ids.tolist()
+        if before.finish_reason is None:
+            assert sample.versions == (VersionRun(30, 0), VersionRun(31, cut))
+        assert total <= engine.config.sampling.max_response_tokens
+        assert (sample.finish_reason == "length") == (total == engine.config.sampling.max_response_tokens)
+        assert sample.text == tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+        old, new = (fleet.logprobs(version, prompt, sample) for version in (30, 31))
+        error = np.abs(sample.logprobs - np.concatenate([old[:cut], new[cut:]])).max()
+        worst = max(worst, float(error))
+        assert np.abs(old - new).max() > 1e-2, "the weights differ enough to tell"
+    assert worst < 1e-3, worst
+    sampled = engine.counters()["tokens"] - tokens
+    assert sampled == sum(len(sample.token_ids) for sample in samples), "no token was sampled twice"
+
+
+async def test_progress_of_a_request_in_flight_names_the_versions_that_its_end_does(fleet: Fleet) -> None:
+    await first_version(fleet, 32)
+    fleet.engine.config = fleet.configured(handoff_tokens=8)
+    reports: list[tuple[int, PartialResponse]] = []
+    request = asyncio.create_task(
+        fleet.engine.sample("progress", PROMPTS[0], 4, report=lambda *report: reports.append(report))
+    )
+    for version in (33, 34):
+        await fleet.publish(version)
+    samples = await request
+    assert any(len(sample.versions) > 1 for sample in samples)
+    for index, sample in enumerate(samples):
+        mine = [report for which, report in reports if which == index]
+        lengths = [0, *(len(report.token_ids) for report in mine)]
+        assert max(later - earlier for earlier, later in itertools.pairwise(lengths)) <= 9
+        for report in mine:
+            size = len(report.token_ids)
+            assert report.token_ids.tolist() == sample.token_ids[:size].tolist()
+            assert report.logprobs.tolist() == sample.logprobs[:size].tolist()
+            assert report.versions == tuple(run for run in sample.versions if run.start < size)
+
+
 async def test_prompt_too_long_is_a_data_failure_and_the_engine_goes_on(fleet: Fleet) -> None:
     from generator.rewards import DataFailure
 
-    await first_version(fleet, 30)
+    await first_version(fleet, 40)
     with pytest.raises(DataFailure, match="max_prompt_tokens"):
         await fleet.engine.sample("long", np.zeros(65, dtype=np.int32), 1)
     assert len(await fleet.engine.sample("fine", PROMPTS[0], 3)) == 3

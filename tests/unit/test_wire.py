@@ -8,12 +8,22 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_messages import a_group, a_prompt, packed, runs
 
 from common.errors import WireError
-from common.trajectory import EvalAnswer, EvalAnswers, Group, Prompt, Response, VersionRun
+from common.trajectory import (
+    NOTHING_YET,
+    EvalAnswer,
+    EvalAnswers,
+    Group,
+    PartialGroup,
+    PartialResponse,
+    Prompt,
+    Response,
+    VersionRun,
+)
 from common.wire import (
     SCHEMA_VERSION,
     decode_answers,
@@ -27,6 +37,7 @@ from common.wire import (
     unpack,
     unpack_array,
 )
+from common.wirepartial import decode_partial, encode_partial
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
@@ -275,6 +286,61 @@ def test_encode_group_of_strided_and_big_endian_arrays_is_exact() -> None:
     good = decode_group(a_group())
     odd = replace(good.responses[0], token_ids=np.array([7, 0, 6, 0, 5, 0], dtype=">i4")[4::-2])
     assert same(decode_group(encode_group(replace(good, responses=(odd, good.responses[1])))), good)
+
+
+@settings(max_examples=30)
+@given(groups, st.data())
+def test_partial_round_trip_is_exact(group: Group, data: st.DataObject) -> None:
+    def left(response: Response) -> PartialResponse:
+        if data.draw(st.booleans()):
+            return NOTHING_YET
+        finish = data.draw(st.sampled_from([None, "stop", "length"]))
+        return PartialResponse(response.token_ids, response.logprobs, response.versions, finish)
+
+    partial = PartialGroup(group.group_id, tuple(map(left, group.responses)), group.temperature)
+    assert same(decode_partial(encode_partial(partial), group.group_id, len(group.responses)), partial)
+
+
+PARTIAL_RESPONSE = {
+    "ids": pack_array(np.array([5, 6, 7], dtype=np.int32)),
+    "logprobs": pack_array(np.array([-0.1, -0.2, -0.3], dtype=np.float32)),
+    "versions": [[3, 0], [4, 2]],
+    "finish": None,
+}
+
+
+def a_partial(second: Any, **changes: Any) -> bytes:
+    return pack("partial", {"id": "7", "temperature": 1.0, "responses": [None, second], **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ids": NO_INTS, "logprobs": pack_array(np.array([], dtype=np.float32)), "versions": []},
+        {"ids": pack_array(np.array([5, -6, 7], dtype=np.int32))},
+        {"logprobs": pack_array(np.array([-0.1, np.inf, -0.3], dtype=np.float32))},
+        {"logprobs": pack_array(np.array([-0.1], dtype=np.float32))},
+        {"versions": [[3, 0], [4, 3]]},
+        {"versions": []},
+        {"finish": "abort"},
+    ],
+)
+def test_decode_partial_with_one_bad_response_refused_naming_it(changes: dict[str, Any]) -> None:
+    decode_partial(a_partial(PARTIAL_RESPONSE), "7", 2)
+    with pytest.raises(WireError, match=r"^partial 7: response 1"):
+        decode_partial(a_partial({**PARTIAL_RESPONSE, **changes}), "7", 2)
+
+
+def test_decode_partial_of_another_group_size_or_temperature_refused() -> None:
+    for data, group_id, size in (
+        (a_partial(None), "8", 2),
+        (a_partial(None), "7", 3),
+        (a_partial(3), "7", 2),
+        (a_partial(None, temperature=float("nan")), "7", 2),
+        (a_partial(None, responses=None), "7", 2),
+    ):
+        with pytest.raises(WireError, match=r"^partial 7"):
+            decode_partial(data, group_id, size)
 
 
 def test_answers_round_trip_is_exact() -> None:
