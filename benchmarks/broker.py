@@ -3,14 +3,17 @@
     python -m benchmarks.broker [--rounds N] [--groups N] [--json]
 
 Both sides use the same client, its settings and parser, the same server with the append-only file as in a run, and the
-same batches: submitting is one call a group, as generators do it, against one XADD of the same bytes; taking is
-`take`, `step` and `settle` of a batch against XREADGROUP and then XACK with XDEL in one pipeline. Rounds of ours and
-bare alternate, in changing order, and ratios are medians over rounds: what disturbs the machine disturbs both. The last
-line of the output is one JSON object.
+same batches of 16: submitting is one call a group, as generators do it, against one XADD of the same bytes; a batch is
+taken and settled, against XREADGROUP and then XACK with XDEL in one pipeline. Rounds of ours and bare alternate, in
+changing order, and ratios are medians over rounds: what disturbs the machine disturbs both. The last line of the output
+is one JSON object.
 
-- `submit_ratio`, `take_settle_ratio`: ours / bare, in groups per second. Neither side encodes or decodes.
-- `submit_with_codec_ratio`, `take_settle_with_codec_ratio`: the same, but ours starts from and ends with checked
+- `submit_ratio`, `take_settle_ratio`: ours / bare, in groups per second. Neither side encodes or decodes. That a batch
+  was trained, which is told in between and has no counterpart among the bare commands, is not in it.
+- `take_step_settle_ratio`: it is in this, told in one call with the settling (`learner.settle_on: step`).
+- `submit_with_codec_ratio`, `take_step_settle_with_codec_ratio`: the same, but ours starts from and ends with checked
   `Group` objects, while bare still moves bytes.
+- `..._quartiles`: the middle half of the rounds.
 - `codec_over_pickle`: time to encode and decode a group of 16 responses of 4096 tokens over that of pickle protocol 5.
 - `size_over_raw`: bytes of that message over the bytes of its arrays.
 """
@@ -23,7 +26,7 @@ import pickle
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -125,20 +128,30 @@ class Ours:
         for entry_id, group in prepared:
             self.broker._close("generator-0", entry_id, "submitted", group.group_id, payload)
 
-    def take(self) -> None:
+    def take_step_settle(self) -> None:
         while deliveries := self.broker.take(self.epoch, BATCH, 0):
-            self._settle(deliveries)
+            self._step(deliveries, [each.group.group_id for each in deliveries])
 
-    def take_bytes(self, apart: bool = False) -> None:
-        while entries := self.broker._take(self.epoch, BATCH, 0):
-            self._settle([Delivery(entry_id, self.made[group_id]) for entry_id, group_id, _, _ in entries], apart)
+    def take_step_settle_bytes(self) -> None:
+        while deliveries := self._take_bytes():
+            self._step(deliveries, [each.group.group_id for each in deliveries])
 
-    def _settle(self, deliveries: list[Delivery], apart: bool = False) -> None:
+    def take_settle_bytes(self) -> float:
+        """Seconds it took, the steps between not counted."""
+        steps = 0.0
+        started = time.perf_counter()
+        while deliveries := self._take_bytes():
+            steps += seconds(partial(self._step, deliveries))
+            self.broker.settle(self.epoch, [each.group.group_id for each in deliveries])
+        return time.perf_counter() - started - steps
+
+    def _take_bytes(self) -> list[Delivery]:
+        entries = self.broker._take(self.epoch, BATCH, 0)
+        return [Delivery(entry_id, self.made[group_id]) for entry_id, group_id, _, _ in entries]
+
+    def _step(self, deliveries: list[Delivery], settle: Sequence[str] = ()) -> None:
         self.version += 1
-        ids = [each.group.group_id for each in deliveries]
-        self.broker.step(self.epoch, self.version, deliveries, () if apart else ids)
-        if apart:
-            self.broker.settle(self.epoch, ids)
+        self.broker.step(self.epoch, self.version, deliveries, settle)
 
 
 class Bare:
@@ -161,8 +174,8 @@ class Bare:
                 pipe.execute()
 
 
-def measure_broker(rounds: int, count: int) -> dict[str, float]:
-    """Groups per second, and medians of the ratios of rounds. The first round warms up."""
+def measure_broker(rounds: int, count: int) -> dict[str, Any]:
+    """Groups per second, and medians and quartiles of the ratios of rounds. The first round warms up."""
     group = make_group("000000000", responses=8, tokens=512)
     payload = wire.encode_group(group)
     times: dict[str, list[float]] = defaultdict(list)
@@ -170,25 +183,33 @@ def measure_broker(rounds: int, count: int) -> dict[str, float]:
         where = Endpoint(started.url, started.password)
         ours, bare = Ours(where, group), Bare(where, payload)
         for index in range(rounds + 1):
-            leases, more = ours.prepare(count), ours.prepare(count)
-            # What was put in is taken out again in the same order: bytes only, checked groups, bare.
-            jobs: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-                ("bytes", partial(ours.submit_bytes, leases, payload), ours.take_bytes),
-                ("codec", partial(ours.submit, more), ours.take),
-                ("bare", partial(bare.submit, count), bare.take),
+            leases = [ours.prepare(count) for _ in range(3)]
+            # What was put in is taken out again.
+            jobs: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = [
+                ("submit", "take_settle", partial(ours.submit_bytes, leases[0], payload), ours.take_settle_bytes),
+                ("", "take_step_settle", partial(ours.submit_bytes, leases[1], payload), ours.take_step_settle_bytes),
+                ("bare_submit", "bare_take", partial(bare.submit, count), bare.take),
+                ("codec_submit", "codec_take", partial(ours.submit, leases[2]), ours.take_step_settle),
             ]
-            for name, submit, take in jobs if index % 2 else jobs[::-1]:
-                times[f"{name}_submit"].append(seconds(submit))
-                times[f"{name}_take"].append(seconds(take))
+            for submit_name, take_name, submit, take in jobs if index % 2 else jobs[::-1]:
+                times[submit_name].append(seconds(submit))
+                began = time.perf_counter()
+                times[take_name].append(take() or time.perf_counter() - began)
         ledger = ours.broker.ledger()
-        assert ledger.balanced and ledger.settled == 2 * (rounds + 1) * count, ledger
-    rates = {name: count / np.array(values[1:]) for name, values in times.items()}
+        assert ledger.balanced and ledger.settled == 3 * (rounds + 1) * count, ledger
+    rates = {name: count / np.array(values[1:]) for name, values in times.items() if name}
+    ratios = {
+        "submit_ratio": rates["submit"] / rates["bare_submit"],
+        "take_settle_ratio": rates["take_settle"] / rates["bare_take"],
+        "take_step_settle_ratio": rates["take_step_settle"] / rates["bare_take"],
+        "submit_with_codec_ratio": rates["codec_submit"] / rates["bare_submit"],
+        "take_step_settle_with_codec_ratio": rates["codec_take"] / rates["bare_take"],
+    }
     return {
-        "submit_ratio": float(np.median(rates["bytes_submit"] / rates["bare_submit"])),
-        "take_settle_ratio": float(np.median(rates["bytes_take"] / rates["bare_take"])),
-        "submit_with_codec_ratio": float(np.median(rates["codec_submit"] / rates["bare_submit"])),
-        "take_settle_with_codec_ratio": float(np.median(rates["codec_take"] / rates["bare_take"])),
-        **{f"{name}_groups_per_s": float(np.median(rate)) for name, rate in rates.items()},
+        **{name: round(float(np.median(values)), 3) for name, values in ratios.items()},
+        **{f"{name}_quartiles": np.percentile(values, (25, 75)).round(3).tolist() for name, values in ratios.items()},
+        **{f"{name}_groups_per_s": round(float(np.median(rate))) for name, rate in rates.items()},
+        "rounds": rounds,
         "group_bytes": len(payload),
     }
 
@@ -219,7 +240,7 @@ def main() -> None:
     result = {**measure_broker(arguments.rounds, arguments.groups), **measure_codec(20 * arguments.rounds)}
     if not arguments.json:
         for key, value in result.items():
-            print(f"{key:32} {value:12.3f}")
+            print(f"{key:42} {value}")
     print(json.dumps(result))
 
 

@@ -1,12 +1,13 @@
 """A fleet without models: real broker, codec, feeder and release budget; simulated engines and a simulated learner.
 
-    python -m benchmarks.fleet [--generators 256] [--learner-ranks 8] [--quick] [--json]
+    python -m benchmarks.fleet [--generators 256] [--learner-ranks 8] [--points 1,2,4] [--quick] [--json]
 
 Engines answer after log-normal times, with lengths to match; a share of the groups is filtered; some generators crash
 with their leases in hand, which the reclaimer takes back; weights change under running responses. The learner takes
 batches of one group a generator, a step takes as long as its ranks need, and it settles every few steps. Seconds of the
 engines are compressed (a mean answer takes two); every call of the broker is real, heartbeats and renewals included.
-A fleet's learner grows with it, in the proportion of the two options: `points` are fleets of 1, 2, 4, ... generators.
+A fleet's learner grows with it, in the proportion of the two options: `points` are fleets of 1, 2, 4, ... generators,
+up to 512. Small ones are watched for longer, up to a minute, since they give few groups.
 
 The last line is one JSON object: the fleet that was asked for, `points`, and `saturates_at`, the first point from which
 on all are more than 10 % below linear, which is the rate of engines that never wait.
@@ -51,6 +52,7 @@ MEAN_S = 2.0  # a prompt, mean; in truth tens of seconds
 RATE = IN_FLIGHT * (1 - FILTERED) / MEAN_S  # groups a second of one engine that never waits
 LEARNER_LOAD, GENERATORS_PER_RANK = 0.7, 32  # share of the time a learner of one rank for so many generators is busy
 SETTLE_EVERY = 5
+GROUPS = 150  # that a point is watched for, unless it takes too long
 GENERATOR_PROCESSES, THREADS = 2, 4
 TOKENS = np.random.default_rng(0).integers(0, 150_000, LONGEST, dtype=np.int32)
 LOGPROBS = -np.random.default_rng(0).exponential(0.3, LONGEST).astype(np.float32)
@@ -328,22 +330,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--generators", type=int, default=256)
     parser.add_argument("--learner-ranks", type=int, default=8)
+    parser.add_argument("--points", type=lambda text: [int(each) for each in text.split(",")], help="other fleets")
     parser.add_argument("--quick", action="store_true", help="three points, a few seconds each")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on standard output")
     arguments = parser.parse_args()
     load = LEARNER_LOAD * arguments.generators / (GENERATORS_PER_RANK * arguments.learner_ranks)
-    sizes = [4, 32] if arguments.quick else [2**power for power in range(10)]
-    sizes = sorted({*sizes, arguments.generators})
-    warm_s, window_s = (1.5, 4.0) if arguments.quick else (4.0, 15.0)
+    sizes = arguments.points or ([4, 32] if arguments.quick else [2**power for power in range(10)])
+    sizes = sizes if arguments.points else sorted({*sizes, arguments.generators})
+    warm_s, window_s = (1.5, 4.0) if arguments.quick else (4.0, 10.0)
     points = []
     with server(maxmemory_mb=4096) as started:
         where = Endpoint(started.url, started.password)
         open_client(where, BrokerConfig()).close()
         for generators in sizes:
-            points.append(measure(where, generators, load, warm_s, window_s))
+            longer_s = window_s if arguments.quick else min(60.0, max(window_s, GROUPS / (RATE * generators)))
+            points.append(measure(where, generators, load, warm_s, longer_s))
             if not arguments.json:
                 print(json.dumps(points[-1]), flush=True)
-    asked = next(point for point in points if point["generators"] == arguments.generators)
+    asked = next((point for point in points if point["generators"] == arguments.generators), points[-1])
     saturates = saturation(points)
     print(json.dumps({**asked, "linear_per_generator": RATE, "saturates_at": saturates, "points": points}))
 

@@ -116,9 +116,7 @@ class GroupQueue(Link):
         """Whether the run has reached its last step, and no learner has begun since."""
         return self._call(lambda: self._client.hget(self.keys.state, "finished")) is not None
 
-    def _train(
-        self, epoch: int, version: int | None, trained: Sequence[Delivery], settled: Collection[str]
-    ) -> int:
+    def _train(self, epoch: int, version: int | None, trained: Sequence[Delivery], settled: Collection[str]) -> int:
         k = self.keys
         keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries]
         ids, entries = [each.group.group_id for each in trained], [each.entry_id for each in trained]
