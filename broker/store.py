@@ -7,6 +7,7 @@ readings below. Every write is one atomic script that is safe to send twice.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -57,7 +58,7 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
 
     def keep_partial(self, consumer: str, entry_id: str, partial: PartialGroup) -> bool:
         """As `PromptQueue.keep_partial`, within `broker.max_bytes`."""
-        self._check_room(unfinished_share=1.0)
+        self._check_room(unfinished_share=math.inf)
         return super().keep_partial(consumer, entry_id, partial)
 
     def _check_room(self, unfinished_share: float) -> None:
@@ -70,9 +71,9 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
         if limit is None:
             return
         groups, partial = self.group_bytes(), self._bytes(self.keys.partial)
-        size = groups + min(partial, int(unfinished_share * limit))
+        size = groups + min(partial, unfinished_share * limit)
         if size > limit:
-            raise self._full(f"its groups take {size} bytes, more than broker.max_bytes ({limit})")
+            raise self._full(f"its groups take {size:.0f} bytes, more than broker.max_bytes ({limit})")
 
     def ledger(self) -> Ledger:
         """The ledger, of one instant."""
