@@ -148,7 +148,7 @@ class Learner:
         self.log.info("learner epoch %d begins", self.epoch)
         known, position = restored.position if restored is not None else 0, self.broker.position()
         if position < known:
-            self.log.warning("the broker has released %d prompts, %d when this was saved: it lost data", position, known)
+            self.log.warning("the broker lost data: %d prompts released, %d when this was saved", position, known)
 
     def _lead(self, restored: State | None) -> None:
         broker, epoch = self.broker, self.epoch
@@ -290,7 +290,7 @@ class Learner:
             self.save_now("snapshot")
         self._tell([Share("stop")] * dist.get_world_size())
         if not saved:
-            raise HeadraceError(f"version {self.version} has no checkpoint: the log says why; resume when that is mended")
+            raise HeadraceError(f"version {self.version} has no checkpoint: see the log; resume when that is mended")
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)

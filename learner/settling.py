@@ -1,15 +1,15 @@
 """When trained groups leave Redis (`learner.settle_on`), and which of them a checkpoint must name.
 
-- `snapshot`: when a snapshot or a checkpoint that contains their effect is durable. A learner that dies before gets them
-  again, since their effect died with it: each group is in the surviving weights exactly once. Both carry the ids of
-  those that were trained and not settled when they were made, so that a crash between the rename that makes one durable
-  and the settling trains none twice.
+- `snapshot`: when a snapshot or a checkpoint that contains their effect is durable. A learner that dies before gets
+  them again, since their effect died with it: each group is in the surviving weights exactly once. Both carry the ids
+  of those that were trained and not settled when they were made, so that a crash between the rename that makes one
+  durable and the settling trains none twice.
 - `checkpoint`: the same, but a snapshot does not settle.
 - `step`: right after the optimizer step. A learner that dies loses what it trained since its last save: each group is
   in the surviving weights at most once.
 
-Saves end later than they begin: what is trained meanwhile is in none of them yet. `saved` therefore settles the ids that
-the save itself names.
+Saves end later than they begin: what is trained meanwhile is in none of them yet. `saved` therefore settles the ids
+that the save itself names.
 
 Promise: whatever the broker's server loses of its last `DURABLE_S` (a power cut under `appendfsync everysec` takes a
 second), a group that is in a checkpoint's weights is either gone from the broker for good or named by the checkpoint.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import signal
 import threading
 import time
@@ -247,7 +246,8 @@ def test_saves_that_fail_cost_the_run_nothing_but_themselves(
     settled: list[int] = []
     broker = Broker.connect(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Learner, "_finish", _before(loop.Learner._finish, lambda: settled.append(broker.ledger().settled)))
+        finish = _before(loop.Learner._finish, lambda: settled.append(broker.ledger().settled))
+        patch.setattr(loop.Learner, "_finish", finish)
         run_with_producer(config, 8)
     assert "snapshot of version 1 under" in caplog.text
     ledger = broker.ledger()
