@@ -148,8 +148,11 @@ def test_choose_skips_broken_ones_with_what_is_wrong_and_takes_the_newest_whole_
     with caplog.at_level(logging.WARNING, "headrace"):
         stored = resuming.choose(roots, LOG)
     assert stored is not None and (stored.state.version, stored.folder) == (2, checkpoint.folder_for(roots[1], 2))
-    for said in ("step-00000005 is skipped: weights has 3 bytes, 4 were written", "step-00000004 is skipped: weights does",
-                 "step-00000003 is skipped: state.json cannot be read"):  # fmt: skip
+    for said in (
+        "step-00000005 is skipped: weights has 3 bytes, 4 were written",
+        "step-00000004 is skipped: weights does not hold what was written",
+        "step-00000003 is skipped: state.json cannot be read",
+    ):
         assert said in caplog.text
     resuming.require_newest(roots, stored.state)  # broken ones do not count
     checkpoint.save(roots[0], State(6, 3, (), epoch=1), write, keep=9)
