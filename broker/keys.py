@@ -16,6 +16,7 @@ slot and one script may touch several of them.
 | expiries  | hash   | group id -> how often it expired and went back, until it ends |
 | contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
 | closed    | zset   | "entry-id outcome" of leases and dead letters that just ended: sent twice counts once |
+| elastic   | hash   | `store` where the learner's nodes meet, `ranks` how many ranks the learner is wished to have |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
 | answers   | hash   | index -> packed answers of the open evaluation round; gone when it ends |
@@ -46,6 +47,7 @@ class Keys:
         self.expiries = self.prefix + "expiries"
         self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
+        self.elastic = self.prefix + "elastic"
         self.members = self.prefix + "members"
         self.eval = self.prefix + "eval"
         self.answers = self.prefix + "answers"

@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank; `headrace learner` is the command for people."""
+"""What torchrun's agent starts on every rank; `headrace learner` is the command for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 
 from common import log as logs
 from common import settings
-from common.errors import HeadraceError
+from common.errors import ConfigError, HeadraceError
+
+# Exit codes: something is wrong that starting again cannot put right; and, of an elastic learner, this round is over but
+# the run is not.
+PERMANENT, LEAVING = 2, 75
 
 
 def main() -> int:
@@ -22,12 +26,13 @@ def main() -> int:
     log = logs.setup(config.run.run_id, f"learner-{os.environ['RANK']}")
     from learner.loop import Learner
 
+    elastic = config.learner.elastic is not None
     try:
-        Learner(config, log, resume=arguments.resume).run()
+        complete = Learner(config, log, resume=arguments.resume or elastic).run()
     except HeadraceError as error:
         log.error("%s", error)
-        return 2
-    return 0
+        return PERMANENT if isinstance(error, ConfigError) or not elastic else 1
+    return LEAVING if elastic and not complete else 0
 
 
 if __name__ == "__main__":
