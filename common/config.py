@@ -239,10 +239,20 @@ class LearnerConfig(Section):
     max_steps: PositiveInt = 1000
     checkpoint_every: PositiveInt = Field(100, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = 2
-    settle_on: Literal["checkpoint", "step"] = Field(
-        "checkpoint",
-        description="When trained groups leave Redis. checkpoint: when one that contains them is durable; a crash "
-        "trains them again. step: right after their step; a crash loses what the last checkpoint lacks.",
+    snapshot_every: NonNegativeInt = Field(
+        10, description="Steps between snapshots, checkpoints written to snapshot_folder; 0: none."
+    )
+    keep_snapshots: PositiveInt = 2
+    snapshot_folder: Path | None = Field(
+        None,
+        description="Fast storage that survives what the run has to survive; a folder per run is made in it. Null: "
+        "snapshots/ in the run's folder.",
+    )
+    settle_on: Literal["snapshot", "checkpoint", "step"] = Field(
+        "snapshot",
+        description="When trained groups leave Redis. snapshot: when a snapshot or checkpoint that contains them is "
+        "durable; a crash trains them again. checkpoint: the same, but a snapshot is not enough. step: right after "
+        "their step; a crash loses what the last snapshot lacks.",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     gradient_checkpointing: bool = False
@@ -344,6 +354,12 @@ class Config(Section):
                 "'reasoning_gym', or another reward"
             )
         return self
+
+    @property
+    def save_folders(self) -> tuple[Path, Path]:
+        """Where checkpoints and where snapshots of the run lie."""
+        snapshots, folder = self.learner.snapshot_folder, self.run.folder
+        return folder / "checkpoints", folder / "snapshots" if snapshots is None else snapshots / self.run.run_id
 
     @property
     def max_outstanding(self) -> int:

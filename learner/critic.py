@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.config import Config, GaeAdvantage
-from common.errors import ConfigError
 from learner.gae import Float64Array, Moments, estimate, moments, value_loss, whitened
 from learner.logprobs import row_inputs
 from learner.models import critic_model
@@ -126,15 +124,3 @@ class Critic:
             value_grad_norm=0.0 if nonfinite else norm,
             nonfinite=nonfinite,
         )
-
-    def save(self, folder: Path) -> None:
-        """Write `critic/` into `folder`. Every rank takes part."""
-        self.engine.module.save_checkpoint(str(folder / "critic"), tag="state")
-
-    def load(self, folder: Path) -> None:
-        """Raises ConfigError where the checkpoint was made without a critic."""
-        if not (folder / "critic").is_dir():
-            raise ConfigError(
-                f"objective.advantage.type: 'gae', but {folder} holds no critic; resume with 'group', or start anew"
-            )
-        self.engine.module.load_checkpoint(str(folder / "critic"), tag="state")

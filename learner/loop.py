@@ -6,9 +6,10 @@ promises:
 - no token older than `staleness.max_staleness` versions enters an optimizer step;
 - the policy version goes up by one per batch, and weights are on their way to the generators before anything else
   happens after the step;
-- groups are acknowledged to the broker only when a checkpoint that contains their effect is durable, and the
-  checkpoint carries the ids of those that were not yet acknowledged when it was made (`learner.settle_on: checkpoint`;
-  see `learner.settling`).
+- saving costs a step the copy into host memory (`learner.saving`); a save that fails does not end the run;
+- groups are acknowledged to the broker only when a snapshot or checkpoint that contains their effect is durable, and it
+  carries the ids of those that were not yet acknowledged when it was made (`learner.settling`);
+- a resumed learner goes on from the newest whole snapshot or checkpoint, at any number of ranks (`learner.resuming`).
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ import torch.distributed as dist
 from broker import Broker, Member
 from common import wire
 from common.config import Config
-from common.errors import ConfigError
+from common.errors import HeadraceError
 from common.log import Logger
 from common.metrics import JsonlSink, MetricSink, TensorBoardSink
-from learner import checkpoint, ranks
+from learner import ranks, resuming
 from learner.batch import Step, any_too_old, build_step, split_groups
+from learner.checkpoint import State
 from learner.collector import Batch, Collector
 from learner.packing import Packed, plan
+from learner.pressed import Pressed
 from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
+from learner.saving import Kind, Saved, Saver
 from learner.settling import Settling
 from learner.trainer import Trainer, UpdateResult
 
@@ -64,21 +68,10 @@ class Learner:
 
     def __init__(self, config: Config, log: Logger, resume: bool) -> None:
         self.config, self.log = config, log
-        self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
         self.version = 0
+        self._checkpointed = True  # whether this version needs no checkpoint: it is one, or the model
         self._resume = resume
-        self._start = self._resume_from() if resume else None
-
-    def _resume_from(self) -> Path | None:
-        folder = checkpoint.newest(self.root)
-        if folder is None:
-            self.log.warning("no checkpoint under %s: starting from the model", self.root)
-            return None
-        ranks_now, ranks_then = self.config.learner.ranks, checkpoint.read_state(folder).ranks
-        if ranks_now != ranks_then:
-            raise ConfigError(f"learner.ranks: {ranks_now}, but {folder} was made by {ranks_then}; use {ranks_then}")
-        return folder
 
     def run(self) -> None:
         """Train until `max_steps`, or until SIGTERM; both end with a checkpoint."""
@@ -87,14 +80,14 @@ class Learner:
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         started = time.monotonic()
         self.trainer = Trainer(self.config)
-        restored: checkpoint.State | None = None
-        if self._start is not None:
-            restored = checkpoint.read_state(self._start)
-            self.trainer.load(self._start)
-            self.version = restored.version
+        restored = self._restore() if self._resume else None
         self.log.version = str(self.version)
         seconds = time.monotonic() - started
         self.log.info("model and optimizer ready after %.1f s, %d ranks", seconds, dist.get_world_size())
+        if dist.get_rank() == 0:
+            self._begin(restored)
+        if self._resume:
+            resuming.require_newest(self.config.save_folders, restored)
         if dist.get_rank() == 0:
             self._lead(restored)
         else:
@@ -102,6 +95,19 @@ class Learner:
         dist.destroy_process_group()
 
     # --- every rank
+
+    def _restore(self) -> State | None:
+        """Load the newest whole snapshot or checkpoint."""
+        stored = resuming.choose(self.config.save_folders, self.log)
+        if stored is None:
+            self.log.warning("no checkpoint under %s or %s: starting from the model", *self.config.save_folders)
+            return None
+        self.trainer.load(stored)
+        self.version = stored.state.version
+        self._checkpointed = Path(stored.name).parent == self.config.save_folders[0]
+        now, then = dist.get_world_size(), stored.state.ranks
+        self.log.info("resuming from %s%s", stored.name, f", made by {then} ranks" if now != then else "")
+        return stored.state
 
     def _train(self, share: Share) -> list[UpdateResult]:
         """The optimizer updates of one batch on this rank's packs; without a single trained token the version stays."""
@@ -111,6 +117,7 @@ class Learner:
         return results
 
     def _follow(self) -> None:
+        self._publish(None)
         while True:
             share, before = Share.from_bytes(ranks.scatter(None)), self.version
             if share.action == "train":
@@ -119,7 +126,7 @@ class Learner:
                     continue
                 self._publish(None)
             if share.save:
-                self.trainer.save(checkpoint.partial_for(self.root, self.version))
+                self.trainer.capture()
             if share.action == "stop":
                 return
 
@@ -135,50 +142,59 @@ class Learner:
 
     # --- rank 0
 
-    def _lead(self, restored: checkpoint.State | None) -> None:
-        broker = Broker.connect(self.config)
-        contained = restored.groups if restored is not None else ()
-        epoch = broker.begin(self.version, contained)
-        if self._resume:
-            checkpoint.require_newest(self.root, restored)
-        self.log.info("learner epoch %d begins", epoch)
+    def _begin(self, restored: State | None) -> None:
+        self.broker = Broker.connect(self.config)
+        self.epoch = self.broker.begin(self.version, restored.groups if restored is not None else ())
+        self.log.info("learner epoch %d begins", self.epoch)
+        known, position = restored.position if restored is not None else 0, self.broker.position()
+        if position < known:
+            self.log.warning("the broker has released %d prompts, %d when this was saved: it lost data", position, known)
+
+    def _lead(self, restored: State | None) -> None:
+        broker, epoch = self.broker, self.epoch
         publisher = WeightPublisher(broker, self.config, self.log)
         collector = Collector(broker, epoch, self.config)
         threading.Thread(target=self._heartbeat, args=(broker, epoch), daemon=True).start()
         folder = self.config.run.folder
         sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
-        reporter = Reporter(self.config, broker, sinks, self.log)
-        settling = Settling(broker, epoch, self.config, contained)
+        self.reporter = reporter = Reporter(
+            self.config, broker, sinks, self.log, restored.counters if restored is not None else {}
+        )
+        self.settling = Settling(broker, epoch, self.config, restored.groups if restored is not None else ())
+        checkpointed = self.version if self._checkpointed else -1
+        self.saver, pressed = Saver(self.config, self.log, lambda: broker.hold(epoch), checkpointed), Pressed(broker)
         try:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
-                batch = collector.next(self.version, ranks.IDLE_S, self.stopping)
+                self._settle()
+                # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
+                idle_s = ranks.IDLE_S if self.settling.durable else self.config.broker.heartbeat_s
+                batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
+                early = self._early(pressed)
                 if batch is None:
                     reporter.waiting()
-                    self._tell([Share("wait")] * dist.get_world_size())
+                    self._tell([Share("wait", save=early is not None)] * dist.get_world_size())
+                    if early is not None:
+                        self._save(early)
                     continue
                 steps = self._build(batch)
                 if not steps:
                     self._skip(broker, epoch, batch)
                     continue
-                before = self.version
-                save = (self.version + 1) % self.config.learner.checkpoint_every == 0
-                if save:
-                    broker.hold(epoch)  # a successor may be writing there
-                    checkpoint.prepare(self.root, self.version + 1)
+                before, kind = self.version, self.saver.due(self.version + 1) or early
                 started = time.time()
-                results = self._train(self._tell(self._shares(steps, save)))
+                results = self._train(self._tell(self._shares(steps, kind is not None)))
                 self._log_nonfinite(steps, results)
                 reporter.updates(results)
                 if self.version == before:
                     self._skip(broker, epoch, batch)
                     continue
                 publish_s = self._publish(publisher)
-                settling.trained(self.version, batch)
+                self.settling.trained(self.version, batch)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
-                if save:
-                    self._save(broker, epoch, settling)
-            self._finish(broker, epoch, publisher, settling)
+                if kind is not None:
+                    self._save(kind)
+            self._finish(publisher)
         finally:
             collector.close()
             publisher.close()
@@ -219,32 +235,69 @@ class Learner:
         ranks.scatter([share.to_bytes() for share in shares])
         return shares[0]
 
-    def _save(self, broker: Broker, epoch: int, settling: Settling) -> None:
-        """Write the checkpoint prepared for this version; once it is durable its groups leave Redis."""
-        started = time.monotonic()
-        self.trainer.save(checkpoint.partial_for(self.root, self.version))
-        state = checkpoint.State(self.version, dist.get_world_size(), settling.ids, epoch)
-        broker.hold(epoch)
-        folder = checkpoint.commit(self.root, state, self.config.learner.keep_checkpoints)
-        settling.saved()
-        self.log.info("checkpoint %s in %.1f s", folder, time.monotonic() - started)
+    def _early(self, pressed: Pressed) -> Kind | None:
+        """What to save out of turn: the broker is full, and what is trained but not settled takes its room."""
+        if not pressed.now() or self.settling.durable or self.saver.resting:
+            return None
+        self.log.info("the broker is full: saving early, so that %d trained groups can leave", len(self.settling.ids))
+        return "checkpoint" if self.config.learner.settle_on == "checkpoint" else "snapshot"
 
-    def _finish(self, broker: Broker, epoch: int, publisher: WeightPublisher, settling: Settling) -> None:
+    def _save(self, kind: Kind) -> None:
+        """Copy what a checkpoint of this version holds and have it written. The others take their part in copying."""
+        started = time.monotonic()
+        copy = self.trainer.capture()
+        assert copy is not None
+        state = State(
+            version=self.version,
+            ranks=dist.get_world_size(),
+            groups=self.settling.ids,
+            epoch=self.epoch,
+            position=self.broker.position(),
+            steps=copy.steps,
+            counters=self.reporter.counters(),
+        )
+        self.saver.start(kind, state, copy.write)
+        self.log.info("%s of version %d: copied in %.2f s", kind, self.version, time.monotonic() - started)
+
+    def _settle(self, wait_s: float = 0.0) -> Saved | None:
+        """Settle what the save that has ended made durable. FencedError: a newer learner took over."""
+        saved = self.saver.ended(wait_s)
+        if saved is not None and saved.error is None:
+            self.settling.saved(saved.kind, saved.state.groups)
+        return saved
+
+    def save_now(self, kind: Kind) -> bool:
+        """Save this version and wait until it is durable and settled; between two steps, on rank 0, while the others
+        wait for their share. Returns whether it is: a failure is logged."""
+        self._wait_for_saver()
+        self._tell([Share("wait", save=True)] * dist.get_world_size())
+        self._save(kind)
+        saved = self._wait_for_saver()
+        return saved is not None and saved.error is None
+
+    def _wait_for_saver(self) -> Saved | None:
+        """Until nothing is being written. The others hear of us meanwhile."""
+        saved = None
+        while self.saver.busy and (saved := self._settle(ranks.IDLE_S)) is None:
+            self._tell([Share("wait")] * dist.get_world_size())
+        return saved
+
+    def _finish(self, publisher: WeightPublisher) -> None:
         """The last checkpoint; then, if the run is complete, everybody is told."""
-        last = not settling.durable
-        if last:
-            broker.hold(epoch)
-            checkpoint.prepare(self.root, self.version)
-        self._tell([Share("stop", save=last)] * dist.get_world_size())
-        if last:
-            self._save(broker, epoch, settling)
+        self._wait_for_saver()
+        saved = self.saver.checkpointed == self.version or self.save_now("checkpoint")
+        if not saved:  # the run's work outlives a shared storage that does not take it
+            self.save_now("snapshot")
+        self._tell([Share("stop")] * dist.get_world_size())
+        if not saved:
+            raise HeadraceError(f"version {self.version} has no checkpoint: the log says why; resume when that is mended")
         if self.version >= self.config.learner.max_steps:
             try:
                 publisher.wait(self.config.weights.timeout_s)
             except PublishError as error:  # the run has its checkpoint; nobody samples with this version any more
                 self.log.warning("the last version did not reach every generator: %s", error)
-            broker.finish()
-            broker.announce({"type": "stop"})
+            self.broker.finish()
+            self.broker.announce({"type": "stop"})
             self.log.info("run complete")
         else:
             self.log.info("stopped by signal")

@@ -43,3 +43,15 @@ def scatter(shares: Sequence[bytes] | None) -> bytes:
                 row[: len(share)] = torch.frombuffer(bytearray(share), dtype=torch.uint8).to(device)
     dist.scatter(own, rows, src=0)
     return own[: int(sizes[rank])].cpu().numpy().tobytes()
+
+
+def broadcast(data: bytes | None, source: int) -> bytes:
+    """Rank `source` gives a byte string, every rank gets it."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    size = torch.tensor(0 if data is None else len(data), dtype=torch.int64, device=device)
+    dist.broadcast(size, src=source)
+    row = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if data:
+        row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(row, src=source)
+    return row.cpu().numpy().tobytes()

@@ -33,14 +33,28 @@ _USUAL_CAUSES = (
 class Reporter:
     """Turns what rank 0 knows about a step into a record."""
 
-    def __init__(self, config: Config, broker: Broker, sinks: Sequence[MetricSink], log: Logger) -> None:
+    def __init__(
+        self,
+        config: Config,
+        broker: Broker,
+        sinks: Sequence[MetricSink],
+        log: Logger,
+        counters: Mapping[str, float] | None = None,
+    ) -> None:
+        """`counters`: as a checkpoint holds them, to go on from."""
         self._config, self._broker, self._sinks, self._log = config, broker, sinks, log
-        self._started = self._last = time.time()
+        counters = counters or {}
+        self._last = time.time()
+        self._started = self._last - counters.get("time_s", 0.0)
         self._ledger = broker.ledger()
         self._members: dict[str, Member] = {}
         self._train_windows: deque[tuple[float, float]] = deque(maxlen=64)
         self._probed = self._said_uninformative = False
-        self._nonfinite = 0
+        self._nonfinite = int(counters.get("nonfinite", 0))
+
+    def counters(self) -> dict[str, float]:
+        """What goes on in a resumed run: seconds of training so far, updates left out and not recorded yet."""
+        return {"time_s": time.time() - self._started, "nonfinite": float(self._nonfinite)}
 
     def waiting(self) -> None:
         """While no batch fills: say, once per batch, that dynamic sampling lets too little through."""

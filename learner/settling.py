@@ -1,10 +1,15 @@
 """When trained groups leave Redis (`learner.settle_on`), and which of them a checkpoint must name.
 
-- `checkpoint`: when one that contains their effect is durable. A learner that dies before gets them again, since their
-  effect died with it: each group is in the surviving weights exactly once. The checkpoint carries the ids of those that
-  were trained and not settled when it was made, so that a crash between writing it and settling them trains none twice.
-- `step`: right after the optimizer step. A learner that dies loses what it trained since its last checkpoint: each
-  group is in the surviving weights at most once.
+- `snapshot`: when a snapshot or a checkpoint that contains their effect is durable. A learner that dies before gets them
+  again, since their effect died with it: each group is in the surviving weights exactly once. Both carry the ids of
+  those that were trained and not settled when they were made, so that a crash between the rename that makes one durable
+  and the settling trains none twice.
+- `checkpoint`: the same, but a snapshot does not settle.
+- `step`: right after the optimizer step. A learner that dies loses what it trained since its last save: each group is
+  in the surviving weights at most once.
+
+Saves end later than they begin: what is trained meanwhile is in none of them yet. `saved` therefore settles the ids that
+the save itself names.
 
 Promise: whatever the broker's server loses of its last `DURABLE_S` (a power cut under `appendfsync everysec` takes a
 second), a group that is in a checkpoint's weights is either gone from the broker for good or named by the checkpoint.
@@ -13,11 +18,12 @@ second), a group that is in a checkpoint's weights is either gone from the broke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from broker import Broker
 from common.config import Config
 from learner.collector import Batch
+from learner.saving import Kind
 
 DURABLE_S = 10.0
 
@@ -31,38 +37,42 @@ class Settling:
         contained: what the restored checkpoint carried, settled just now by `Broker.begin`.
 
     Attributes:
-        durable: whether a checkpoint holds everything that was trained.
+        durable: whether all that was trained may leave Redis and has.
     """
 
     def __init__(self, broker: Broker, epoch: int, config: Config, contained: Iterable[str] = ()) -> None:
         self._broker, self._epoch = broker, epoch
-        self._at_once = config.learner.settle_on == "step"
+        self._settle_on = config.learner.settle_on
         self._settled_at: dict[str, float | None] = dict.fromkeys(contained, time.monotonic())
-        self.durable = True
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Groups in the weights that Redis still has, or could have again; the next checkpoint names them."""
+        """Groups in the weights that Redis still has, or could have again; what is saved now names them."""
         return tuple(self._settled_at)
+
+    @property
+    def durable(self) -> bool:
+        return None not in self._settled_at.values()
 
     def trained(self, version: int, batch: Batch) -> None:
         """The optimizer steps that made `version` trained the batch. FencedError: a newer learner took over."""
         self._broker.step(self._epoch, version, batch.deliveries)
         self._settled_at.update(dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries))
-        self.durable = False
-        if self._at_once:
-            self._settle()
+        if self._settle_on == "step":
+            self._settle(self.ids)
 
-    def saved(self) -> None:
-        """A checkpoint that names `ids` is durable. FencedError as `trained`."""
-        self._settle()
-        self.durable = True
+    def saved(self, kind: Kind, named: Sequence[str]) -> None:
+        """A snapshot or checkpoint that names these groups is durable. FencedError as `trained`."""
+        if kind == "checkpoint" or self._settle_on != "checkpoint":
+            self._settle(named)
 
-    def _settle(self) -> None:
-        """Settle all, and forget those that the broker cannot lose any more."""
-        now, fresh = time.monotonic(), sum(at is None for at in self._settled_at.values())
-        lost = self._broker.settle(self._epoch, self.ids) > fresh
-        for group_id, at in list(self._settled_at.items()):
+    def _settle(self, named: Sequence[str]) -> None:
+        """Settle these, and forget those that the broker cannot lose any more."""
+        now, known = time.monotonic(), [group_id for group_id in named if group_id in self._settled_at]
+        fresh = sum(self._settled_at[group_id] is None for group_id in known)
+        lost = self._broker.settle(self._epoch, known) > fresh
+        for group_id in known:
+            at = self._settled_at[group_id]
             if at is None or lost:  # the server had forgotten an earlier settling, maybe more than one
                 self._settled_at[group_id] = now
             elif now - at > DURABLE_S:

@@ -10,9 +10,11 @@ unless the objective asks for it.
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from common.config import Config, GaeAdvantage
+from learner import capture
 from learner.batch import sequence_scale
+from learner.capture import Capture, Stored
 from learner.critic import Critic, CriticMetrics
+from learner.fragments import Fragments
 from learner.logprobs import packed_logprobs
 from learner.models import policy_model, reference_model
 from learner.objective import Tokens, interpolated_proximal, policy_loss, rejection_mask
@@ -218,23 +223,34 @@ class Trainer:
             else:
                 yield name, parameter.detach()
 
-    def save(self, folder: Path) -> None:
-        """Write `model/`, `deepspeed/` and, with a critic, `critic/` into `folder`. Every rank takes part."""
-        self.engine.save_checkpoint(str(folder / "deepspeed"), tag="state")
-        if self.critic is not None:
-            self.critic.save(folder)
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights()}
-        if dist.get_rank() == 0:
-            self.engine.module.save_pretrained(folder / "model", state_dict=state)
-            self.tokenizer.save_pretrained(folder / "model")
-        dist.barrier()
+    def capture(self) -> Capture | None:
+        """A copy of everything a checkpoint holds, in host memory, on rank 0; None on the others. Every rank takes
+        part."""
+        return capture.capture(self._fragments(), self._texts)
 
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote, at the same number of ranks.
+    def load(self, stored: Stored) -> None:
+        """Weights, optimizers and random generators of a checkpoint, whatever number of ranks and ZeRO stage wrote it.
+        Every rank takes part.
 
         Raises:
-            ConfigError: there is a critic and the checkpoint was made without.
+            ConfigError: it was made for another model, or there is a critic and it was made without.
         """
+        stored.load(self._fragments(), self.config.run.seed)
+
+    def _fragments(self) -> dict[str, Fragments]:
+        engines = {capture.POLICY: self.policy}
         if self.critic is not None:
-            self.critic.load(folder)
-        self.engine.load_checkpoint(str(folder / "deepspeed"), tag="state")
+            engines[capture.CRITIC] = self.critic.engine
+        return {name: Fragments(engine.module, engine.stage) for name, engine in engines.items()}
+
+    @cached_property
+    def _texts(self) -> dict[str, bytes]:
+        """Config and tokenizer, which do not change."""
+        if dist.get_rank() != 0:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.module.config.save_pretrained(folder)
+            if self.engine.module.can_generate():
+                self.engine.module.generation_config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            return capture.small_files(Path(folder))

@@ -1,12 +1,13 @@
-"""Optimizer updates on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT`.
+"""Optimizer updates on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT GIVEN`.
 
-One plain update; one that must be left out because a log-probability is NaN; then two batches of two updates with every
+One plain update; one from the checkpoint in the folder GIVEN, which the run makes itself where it is OUT's; one that must be left out because a log-probability is NaN; then two batches of two updates with every
 option of the objective, by a second trainer.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 from common.config import Config
 from common.trajectory import Group, Response, VersionRun
-from learner import ranks
+from learner import checkpoint, ranks, resuming
 from learner.batch import build_step, split_groups
+from learner.capture import RNG
+from learner.checkpoint import State
 from learner.critic import Critic
 from learner.packing import Packed, plan
 from learner.trainer import Trainer
@@ -103,6 +106,39 @@ def values(critic: Critic, pack: Packed) -> torch.Tensor:
     return critic.values(pack)
 
 
+def save(trainer: Trainer, root: Path, version: int) -> None:
+    copy = trainer.capture()
+    if copy is not None:
+        state = State(version, dist.get_world_size(), (), steps=copy.steps)
+        checkpoint.save(root, state, copy.write, keep=2)
+    dist.barrier()
+
+
+def load(trainer: Trainer, root: Path) -> None:
+    stored = resuming.choose([root], logging.getLogger("headrace"))
+    assert stored is not None
+    trainer.load(stored)
+
+
+def written(root: Path) -> dict[str, str]:
+    """Checksums of the newest checkpoint's tensors, but for the random generators, of which there is a row per rank."""
+    folder = checkpoint.newest(root)
+    assert folder is not None and not checkpoint.broken(folder)
+    return {name: each.sha256 for name, each in checkpoint.files(folder).items() if name != RNG}
+
+
+def resumed(settings: Config, packs: list[Packed], given: Path, own: Path) -> dict[str, Any]:
+    """The checkpoint that one rank without ZeRO left in `given`, loaded here: what is saved of it again must be the
+    same bytes. Then one more update."""
+    trainer = Trainer(settings)
+    load(trainer, given)
+    save(trainer, own, 1)
+    again = written(own) if dist.get_rank() == 0 else {}
+    trainer.update(packs, None, lr=1e-3)
+    save(trainer, own, 2)
+    return {"again": again, "weights": all_weights(trainer).tolist()[::97]}
+
+
 def with_options(settings: Config, folder: Path) -> list[dict[str, Any]]:
     """Metrics of every update; the reference is moved away from the policy first, so that its KL is not zero."""
     trainer = Trainer(settings)
@@ -121,11 +157,11 @@ def with_options(settings: Config, folder: Path) -> list[dict[str, Any]]:
             assert result.critic is not None
             records.append({**asdict(result.metrics), "grad_norm": result.grad_norm, **asdict(result.critic)})
     # What a checkpoint holds of the critic comes back.
-    trainer.save(folder)
+    save(trainer, folder, 2)
     saved = values(trainer.critic, updates[0][0])
     trainer.train(updates, 3)
     moved = values(trainer.critic, updates[0][0])
-    trainer.load(folder)
+    load(trainer, folder)
     loaded = values(trainer.critic, updates[0][0])
     records[-1]["restored"] = torch.equal(saved, loaded) and (len(saved) == 0 or not torch.equal(saved, moved))
     return records
@@ -133,6 +169,7 @@ def with_options(settings: Config, folder: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     model, stage, tokens, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    given = Path(sys.argv[5])
     settings = config(model, stage, tokens)
     ranks.init("gloo")
     trainer = Trainer(settings)
@@ -140,6 +177,9 @@ def main() -> None:
     packs = plan(step, dist.get_world_size(), tokens)[dist.get_rank()]
     result = trainer.update(packs, None, lr=1e-3)
     weights = all_weights(trainer)
+    if given == out.parent:
+        save(trainer, given / "given", 1)
+    loaded = resumed(settings, packs, given / "given", out.with_suffix(".own"))
     nan = nonfinite(trainer, packs)
     optional = []
     if stage in (1, 3) or dist.get_world_size() == 1:  # what the other stages do differently, the plain update shows
@@ -148,7 +188,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         np.save(out.with_suffix(".npy"), weights.numpy())
         record = {"grad_norm": result.grad_norm, "loss": result.metrics.loss, "tokens": result.metrics.tokens}
-        record |= {"nonfinite": nan, "optional": optional}
+        record |= {"nonfinite": nan, "optional": optional, "resumed": loaded}
         out.write_text(json.dumps({**record, "micro_batches": len(packs)}))
     dist.destroy_process_group()
 
