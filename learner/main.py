@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from common import log as logs
@@ -32,8 +33,20 @@ def main() -> int:
     except HeadraceError as error:
         log.error("%s", error)
         return PERMANENT if isinstance(error, ConfigError) or not elastic else 1
+    except RuntimeError as error:
+        if "gloo" not in str(error):  # it has no error of its own for this
+            raise
+        log.error("another rank has gone: %s", str(error).splitlines()[0])
+        return 1
     return LEAVING if elastic and not complete else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch apart costs seconds, and may wait for ranks that have gone
