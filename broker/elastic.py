@@ -19,6 +19,8 @@ from common.config import Config
 from common.errors import ConfigError
 from common.log import Logger
 
+_TIMEOUT = timedelta(seconds=10)
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -85,14 +87,14 @@ def hosting(broker: Elastic, config: Config, log: Logger) -> Iterator[None]:
         return
     from torch.distributed import TCPStore
 
-    host = own_address(broker.url)
-    with socket.create_server((host, 0)) if elastic.store_port is None else _listen(host, elastic.store_port) as bound:
-        port = int(bound.getsockname()[1])
-        descriptor = bound.detach()
+    own = own_address(broker.url)
+    # Under a name of its own it is reached from elsewhere: on all interfaces.
+    bound = _listen("" if elastic.store_host else own, elastic.store_port or 0)
+    port = int(bound.getsockname()[1])
     store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10), master_listen_fd=descriptor
+        own, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=bound.detach()
     )
-    meeting = Meeting(host, store.port, uuid.uuid4().hex[:12])
+    meeting = Meeting(elastic.store_host or own, port, uuid.uuid4().hex[:12])
     broker.invite(meeting)
     log.info("the learner's nodes meet at %s:%d", meeting.host, meeting.port)
     try:
@@ -106,5 +108,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(
-            f"learner.elastic.store_port: {port} on {host} cannot be taken ({error}); use another one, or null for any"
+            f"learner.elastic.store_port: cannot listen on {host}:{port} ({error}); use another one, or null for any"
         ) from None

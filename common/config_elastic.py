@@ -12,6 +12,9 @@ class ElasticConfig(Section):
 
     min_nodes: PositiveInt = Field(1, description="Fewer nodes than this wait for others: the least one would accept.")
     max_nodes: PositiveInt = Field(8, description="Nodes beyond this wait until another one leaves.")
+    store_host: str | None = Field(
+        None, description="Address of the broker service for the nodes. Null: that from which it reaches Redis."
+    )
     store_port: int | None = Field(
         None, ge=1, le=65535, description="Port of the broker service where nodes meet. Null: any; nodes ask Redis."
     )

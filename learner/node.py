@@ -61,8 +61,9 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        # Without a connection that breaks, which the ranks would notice.
-        if result.state == WorkerState.HEALTHY and self._meeting.nodes < (worker_group.group_world_size or 0):
+        nodes = worker_group.group_world_size or 1
+        # Without a connection that breaks, which the ranks would notice. One that is alone was only asleep.
+        if result.state == WorkerState.HEALTHY and nodes > 1 and self._meeting.nodes < nodes:
             self._log.warning("another node has gone: the ranks leave")
             return RunResult(state=WorkerState.UNHEALTHY)
         return result

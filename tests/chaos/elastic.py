@@ -35,9 +35,9 @@ from common.config import Config
 from learner import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, GROUPS, SNAPSHOTS, GENERATORS = 100, 4, 5, 1
+STEPS, GROUPS, SNAPSHOTS, GENERATORS = 60, 4, 5, 1
 SLOW_S, FAST_S = 0.6, 0.02  # median of an answer: during the changes, and to the end
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 LIMIT_S = 45.0
 
 _FORMED = re.compile(r"round formed: node (\d+) of (\d+)")
@@ -273,8 +273,8 @@ class World:
         self._expect(self._durable() == STEPS, f"the newest checkpoint is of version {self._durable()}")
         records = self._records()
         self._expect({record["groups"] for record in records} == {float(GROUPS)}, "a step was not of a full batch")
-        rates = {record["learning_rate"] for record in records}
-        self._expect(rates == {self.config.learner.optimizer.lr}, f"learning rates {rates}")
+        rates = {(record["version"], record["learning_rate"]) for record in records}
+        self._expect(len(rates) == STEPS, "a step that was made twice had another learning rate")
         self._expect({record["version"] for record in records} == set(range(1, STEPS + 1)), "a version is missing")
         for change in self.changes:
             text = f"{change.how} {change.before} -> {change.after}"
