@@ -213,7 +213,7 @@ def require_newest(state: State | None, *roots: Path) -> None:
         FencedError: one of them made a newer checkpoint meanwhile, and settled groups these weights do not contain.
     """
     begun = (state.epoch, state.version) if state is not None else (-1, -1)
-    for epoch, version, folder in ages(*roots):
+    for epoch, version, folder in reversed(ages(*roots)):
         if (epoch, version) > begun and not broken(folder):
             raise FencedError(f"{folder} was written while an older checkpoint was being loaded; start with --resume")
 

@@ -191,7 +191,8 @@ class Learner:
             while not self.complete and not self.stopping.is_set():
                 self._settle()
                 # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
-                idle_s = ranks.IDLE_S if self.settling.durable and not self._elastic else self.config.broker.heartbeat_s
+                soon = self._elastic or not self.settling.all_settled
+                idle_s = self.config.broker.heartbeat_s if soon else ranks.IDLE_S
                 batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
                 early = self._early(pressed)
                 if batch is None:
@@ -264,7 +265,7 @@ class Learner:
 
     def _early(self, pressed: Pressed) -> Kind | None:
         """What to save out of turn: the broker is full, and what is trained but not settled takes its room."""
-        if not pressed.now() or self.settling.durable or self.saver.resting:
+        if not pressed.now() or self.settling.all_settled or self.saver.resting:
             return None
         self.log.info("the broker is full: saving early, so that %d trained groups can leave", len(self.settling.ids))
         return "checkpoint" if self.config.learner.settle_on == "checkpoint" else "snapshot"

@@ -37,7 +37,7 @@ class Settling:
         contained: what the restored checkpoint carried, settled just now by `Broker.begin`.
 
     Attributes:
-        durable: whether all that was trained may leave Redis and has.
+        all_settled: whether everything that was trained has left Redis.
     """
 
     def __init__(self, broker: Broker, epoch: int, config: Config, contained: Iterable[str] = ()) -> None:
@@ -51,7 +51,7 @@ class Settling:
         return tuple(self._settled_at)
 
     @property
-    def durable(self) -> bool:
+    def all_settled(self) -> bool:
         return None not in self._settled_at.values()
 
     def trained(self, version: int, batch: Batch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ from generator.rewards import DataFailure, Score
 from learner import checkpoint
 from learner import settling as settling_module
 from learner.batch import Step, build_step
+from learner.checkpoint import Folder, State
 from learner.collector import Batch, Collector
+from learner.saving import Kind, Saver
 from learner.settling import Settling
 from tests.chaos.prompts import Source, fate, response_tokens, sampling_s
 
+_LONG_S = 60.0
 FENCED, NO_SERVER, LOST, CRASHED = 10, 11, 12, 1
 
 
@@ -201,14 +205,17 @@ class LightLearner:
 
     def __init__(self, config: Config, spec: dict[str, Any]) -> None:
         self.config = config
-        self.root = config.run.folder / "checkpoints"
         self.stopping = threading.Event()
         self.version, self.weights = 0, list[list[Any]]()
-        state: checkpoint.State | None = None
-        folder = checkpoint.newest(self.root)
+        state: State | None = None
+        folder = checkpoint.newest(*config.save_folders)
         if folder is not None:
             state = checkpoint.read_state(folder)
             self.version = state.version
+            if problem := checkpoint.broken(folder):
+                if (folder / checkpoint.STATE).exists():
+                    raise AssertionError(f"{folder}: {problem}")  # no kill may leave a broken one
+                raise ConfigError(f"{folder} has gone")
             try:
                 self.weights = json.loads((folder / "weights.json").read_text())
             except FileNotFoundError:  # a learner that is being replaced makes checkpoints, and removes older ones
@@ -221,8 +228,11 @@ class LightLearner:
         self.broker = Broker.connect(config)
         self.epoch = self.broker.begin(self.version, contained)
         self.settling = Settling(self.broker, self.epoch, config, contained)
+        self.saver = Saver(
+            config, logging.getLogger("headrace.learner"), lambda: self.broker.hold(self.epoch)  # type: ignore[arg-type]
+        )
         self._write(event="begin", version=self.version, contained=len(contained))
-        checkpoint.require_newest(self.root, state)
+        checkpoint.require_newest(state, *config.save_folders)
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
@@ -231,6 +241,7 @@ class LightLearner:
         collector = Collector(self.broker, self.epoch, self.config)
         try:
             while not self._complete() and not self.stopping.is_set():
+                self._settle()
                 batch = collector.next(self.version, 0.5, self.stopping)
                 if batch is None:
                     continue
@@ -238,20 +249,17 @@ class LightLearner:
                 if not step.tokens:
                     self.broker.expire(self.epoch, batch.deliveries)
                     continue
-                save = (self.version + 1) % self.config.learner.checkpoint_every == 0
-                if save:
-                    self.broker.hold(self.epoch)
-                    checkpoint.prepare(self.root, self.version + 1)
+                kind = self.saver.due(self.version + 1)
                 self._train(batch, step)
                 publisher.publish(self.version)
                 self._dawdle()
                 self.settling.trained(self.version, batch)
-                if save:
-                    self._save()
-            if not self.settling.durable:
-                self.broker.hold(self.epoch)
-                checkpoint.prepare(self.root, self.version)
-                self._save()
+                if kind is not None:
+                    self._save(kind)
+            self._settle(wait_s=_LONG_S)
+            if self.saver.checkpointed != self.version:
+                self._save("checkpoint")
+                self._settle(wait_s=_LONG_S)
             if self._complete():
                 self.broker.finish()
                 self.broker.announce(STOP)
@@ -280,18 +288,27 @@ class LightLearner:
         self.weights += [[group_id, self.version] for group_id in ids]
         self._write(event="step", version=self.version, ids=ids, staleness=oldest)
 
-    def _save(self) -> None:
-        partial = checkpoint.partial_for(self.root, self.version)
-        try:
-            (partial / "weights.json").write_text(json.dumps(self.weights))
-        except FileNotFoundError:  # a successor has tidied up
-            self.broker.hold(self.epoch)
-            raise
-        self._dawdle()
-        self.broker.hold(self.epoch)
-        checkpoint.commit(self.root, checkpoint.State(self.version, 1, self.settling.ids, self.epoch), 2)
-        self._dawdle()
-        self.settling.saved()
+    def _save(self, kind: Kind) -> None:
+        weights = json.dumps(self.weights).encode()
+
+        def fill(folder: Folder) -> None:
+            half = len(weights) // 2
+            folder.write("weights.json", self._slowly([weights[:half], weights[half:]]))
+            self._dawdle()
+
+        self.saver.start(kind, State(self.version, 1, self.settling.ids, self.epoch), fill)
+
+    def _settle(self, wait_s: float = 0.0) -> None:
+        saved = self.saver.ended(wait_s)
+        if saved is not None:
+            assert saved.error is None, saved.error
+            self._dawdle()
+            self.settling.saved(saved.kind, saved.state.groups)
+
+    def _slowly(self, chunks: Sequence[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+            self._dawdle()
 
     def _dawdle(self) -> None:
         """Time for a kill to come in between."""

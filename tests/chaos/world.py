@@ -90,7 +90,12 @@ def configuration(plan: Plan, folder: Path, broker: dict[str, Any]) -> dict[str,
         "weights": {"backend": "gloo"},
         "broker": {"heartbeat_s": 0.1, "member_ttl_s": 0.5, "lease_ttl_s": LEASE_TTL_S, "max_attempts": 3, **broker},
         "staleness": {"max_staleness": rng.choice([1, 2, 3]), "expired_tokens": rng.choice(["mask", "drop"])},
-        "learner": {"groups_per_step": rng.choice([3, 4, 6]), "checkpoint_every": rng.choice([2, 3, 5])},
+        "learner": {
+            "groups_per_step": rng.choice([3, 4, 6]),
+            "checkpoint_every": rng.choice([2, 3, 5, 8]),
+            "snapshot_every": rng.choice([1, 2, 3]),
+            "settle_on": rng.choice(["snapshot", "snapshot", "checkpoint"]),
+        },
     }
 
 
@@ -223,17 +228,15 @@ class World:
 
     def _await_progress(self) -> None:
         """Whatever was done to it, the run goes on: wait for the next durable checkpoint."""
-        root = self.config.run.folder / "checkpoints"
-
-        def newest() -> tuple[Path | None, int]:
-            folder = checkpoint.newest(root)
-            return folder, folder.stat().st_mtime_ns if folder else 0
-
-        before, deadline = newest(), time.monotonic() + PATIENCE_S
-        while newest() == before:
+        before, deadline = self._newest(), time.monotonic() + PATIENCE_S
+        while self._newest() == before:
             self._turn(0.02)
             if time.monotonic() > deadline:
                 raise _Stuck(f"no checkpoint for {PATIENCE_S:.0f} s: {self.broker.ledger()} {self.broker.queues()}")
+
+    def _newest(self) -> list[tuple[int, int, Path]]:
+        """The newest checkpoint or snapshot, if there is one."""
+        return checkpoint.ages(*self.config.save_folders)[-1:]
 
     def _kill(self, victim: str) -> None:
         if victim == "server":

@@ -131,11 +131,11 @@ def test_settle_on_checkpoint_resume_skips_what_the_checkpoint_names_and_repeats
     broker, epoch, settled = settling(make_config, "checkpoint")
     first, second, third, fourth = submit(broker, 4)
     settled.trained(1, batch(broker, epoch, 1))
-    settled.saved()
-    assert (broker.ledger().settled, settled.ids, settled.durable) == (1, (first,), True)
+    settled.saved("checkpoint", settled.ids)
+    assert (broker.ledger().settled, settled.ids, settled.all_settled) == (1, (first,), True)
     settled.trained(2, batch(broker, epoch, 1))
     named = settled.ids  # in the checkpoint of version 2; the learner dies before it settles them
-    assert (named, settled.durable) == ((first, second), False), "named while the server may lose its settling"
+    assert (named, settled.all_settled) == ((first, second), False), "named while the server may lose its settling"
     settled.trained(3, batch(broker, epoch, 1))
     assert (broker.ledger().trained, broker.ledger().settled, known(broker)) == (3, 1, 1)
 
@@ -150,7 +150,7 @@ def test_settle_on_step_resume_repeats_nothing(make_config: MakeConfig) -> None:
     _, _, third = submit(broker, 3)
     for version in (1, 2):
         settled.trained(version, batch(broker, epoch, 1))
-        assert (broker.ledger().settled, len(settled.ids), settled.durable) == (version, version, False)
+        assert (broker.ledger().settled, len(settled.ids), settled.all_settled) == (version, version, True)
     epoch = broker.begin(0, [])  # from a checkpoint older than both steps
     ledger = broker.ledger()
     assert (ledger.trained, ledger.settled, ledger.outstanding, ledger.balanced) == (2, 2, 1, True)
