@@ -43,7 +43,7 @@ from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
 from learner.saving import Kind, Saved, Saver
 from learner.settling import Settling
-from learner.startup import Startup, import_all
+from learner.startup import Startup
 from learner.trainer import Trainer, UpdateResult
 
 
@@ -86,8 +86,6 @@ class Learner:
     def run(self) -> bool:
         """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the run
         is complete."""
-        import_all()  # here, so that nobody waits for it in the group
-        self._startup.mark("imports")
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         self._startup.mark("group")
         self.trainer = Trainer(self.config)

@@ -26,7 +26,9 @@ def main() -> int:
     config = settings.load(arguments.config, arguments.overrides)
     log = logs.setup(config.run.run_id, f"learner-{os.environ['RANK']}")
     from learner.loop import Learner
+    from learner.startup import import_all
 
+    import_all()  # here, so that nobody waits for it in the group
     elastic = config.learner.elastic is not None
     try:
         complete = Learner(config, log, resume=arguments.resume or elastic).run()
