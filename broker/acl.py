@@ -35,6 +35,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         *_LEDGER,
         ("hdel", "members drains"),
         ("hset", "drains"),  # `headrace drain`
+        ("hset hget", "elastic"),
         ("xadd xack xdel xrange xpending xinfo|consumers xgroup|delconsumer", "prompts eval"),
         ("hincrby", "ledger state"),
         ("zadd", "outstanding"),
@@ -79,6 +80,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("zadd zrem zscore zmscore zcount zunionstore", "outstanding unsettled"),
         ("del", "unsettled"),
         ("zadd zremrangebyscore", "contained"),
+        ("hget", "elastic"),
         ("xadd xrevrange", "control"),
         ("xread xrevrange", "acks"),
     ),

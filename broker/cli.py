@@ -119,7 +119,7 @@ def up(
     config: ConfigPath,
     generators: Annotated[int, typer.Option("--generators", min=1, metavar="N", help="Generator processes.")] = 1,
     learner_ranks: Annotated[
-        int | None, typer.Option("--learner-ranks", min=1, metavar="M", help="Overrides learner.ranks.")
+        int | None, typer.Option("--learner-ranks", min=1, metavar="M", help="Overrides learner.ranks; of an elastic learner: as resize.")
     ] = None,
     max_steps: Annotated[
         int | None, typer.Option("--max-steps", min=1, metavar="K", help="Overrides learner.max_steps.")
@@ -131,14 +131,14 @@ def up(
     """Start a whole local fleet: server, broker service, generators, learner."""
     from broker.local import run_fleet
 
-    run = _run_of_up(settings.load(config, overrides or []), run_id, resume)
-    extra = [f"run.id={json.dumps(run)}"]  # quoted: an id may look like a number
-    if learner_ranks is not None:
+    loaded = settings.load(config, overrides or [])
+    extra = [f"run.id={json.dumps(_run_of_up(loaded, run_id, resume))}"]  # quoted: an id may look like a number
+    if learner_ranks is not None and loaded.learner.elastic is None:
         extra.append(f"learner.ranks={learner_ranks}")
     if max_steps is not None:
         extra.append(f"learner.max_steps={max_steps}")
     resolved = load_config(config, overrides, extra)
-    raise typer.Exit(run_fleet(resolved, generators, resolved.learner.ranks, resume))
+    raise typer.Exit(run_fleet(resolved, generators, learner_ranks, resume))
 
 
 def _run_of_up(config: Config, run_id: str | None, resume: bool) -> str:

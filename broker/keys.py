@@ -17,6 +17,7 @@ slot and one script may touch several of them.
 | contained | zset   | group id: in a checkpoint, but this server knew nothing of it when the learner resumed |
 | closed    | zset   | "entry-id outcome" of leases and dead letters that just ended: sent twice counts once |
 | partial   | hash   | group id -> what was sampled of it so far, until its lease ends for good |
+| elastic   | hash   | `store` where the learner's nodes meet, `ranks` how many ranks the learner is wished to have |
 | members   | hash   | member id -> "milliseconds packed-member", the time being the server's |
 | drains    | hash   | member id -> "pid@host" of the process that was asked to leave |
 | eval      | stream | `r` version of the round, `i` index, `p` prompt: evaluation prompts not yet answered |
@@ -54,6 +55,7 @@ class Keys:
         self.contained = self.prefix + "contained"
         self.closed = self.prefix + "closed"
         self.partial = self.prefix + "partial"
+        self.elastic = self.prefix + "elastic"
         self.members = self.prefix + "members"
         self.drains = self.prefix + "drains"
         self.eval = self.prefix + "eval"

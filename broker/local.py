@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from rich.console import Console
 
 from broker.audit import equation
 from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE, USER_VARIABLE, Endpoint, endpoint
+from broker.elastic import nodes_for
 from broker.guard import SERVER, Guard
+from broker.nodes import Nodes
 from broker.processes import MARK, Child, Command, Waiter, kill_family, mark
 from broker.progress import REFRESH_S, MetricsTail, Observer, Progress
 from broker.server import Server
@@ -54,26 +56,27 @@ class Outcome:
     text: str
 
 
-def run_fleet(config: Config, generators: int, ranks: int, resume: bool) -> int:
+def run_fleet(config: Config, generators: int, ranks: int | None, resume: bool) -> int:
     """Run a local fleet until the learner has done its last step, something fails, or a signal comes in.
 
     Args:
         config: the resolved run; its folder takes the configuration, logs, metrics and checkpoints.
         generators: generator processes.
-        ranks: ranks of the learner.
+        ranks: ranks of an elastic learner. None: as last wished for, else its least; any other has `learner.ranks`.
         resume: continue from the newest checkpoint.
 
     Returns:
         0: complete and the ledger balances; 1: something failed; 128 + n: stopped by signal n.
     """
-    learner = config.learner.model_copy(update={"ranks": ranks})
     run = config.run.model_copy(update={"id": config.run.run_id})
-    config = config.model_copy(update={"learner": learner, "run": run})
+    config = config.model_copy(update={"run": run})
+    if ranks is not None and config.learner.elastic is not None:
+        nodes_for(config, ranks)
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    return Fleet(config, commands(config, path, generators, resume)).run()
+    return Fleet(config, commands(config, path, generators, resume), ranks=ranks).run()
 
 
 def commands(config: Config, path: Path, generators: int, resume: bool) -> list[Command]:
@@ -100,15 +103,18 @@ def commands(config: Config, path: Path, generators: int, resume: bool) -> list[
             (*headrace, "learner", str(path), *(["--resume"] if resume else [])),
             threads(config.learner.threads),
         ),
-    ]
+    ]  # of an elastic learner that is every node's
 
 
 class Fleet:
     """The members of one run and the order in which they come and go."""
 
-    def __init__(self, config: Config, commands: Sequence[Command], console: Console | None = None) -> None:
+    def __init__(
+        self, config: Config, commands: Sequence[Command], console: Console | None = None, ranks: int | None = None
+    ) -> None:
         self.config, self.folder = config, config.run.folder
         self._commands = commands
+        self._nodes = Nodes(config, ranks, commands) if config.learner.elastic is not None else None
         self._token = secrets.token_hex(8)
         self._logs = self.folder / "logs"
         self._children: list[Child] = []
@@ -152,20 +158,30 @@ class Fleet:
         self._waiter.watch(self._server.process.pid)
 
     def _start_members(self) -> None:
+        for command in self._commands:
+            if self._nodes is None or command.role != "learner":
+                self._start(command)
+        if self._nodes is not None:
+            with closing(Broker.connect(self.config, self._where)) as broker:
+                wished = self._nodes.first_wish(broker)
+            for command in self._nodes.missing(wished):
+                self._nodes.started(self._start(command))
+        self._observer.start()
+        names = ", ".join(child.name for child in self._children)
+        self._progress.say(f"run {self.config.run.run_id}: {names} started; logs in {self._logs}")
+
+    def _start(self, command: Command) -> Child:
         where = {
             URL_VARIABLE: self._where.url,
             USER_VARIABLE: self._where.user or "",
             PASSWORD_VARIABLE: self._where.password or "",
         }
-        for command in self._commands:
-            command = Command(command.name, command.role, command.argv, {**where, **command.environ})
-            child = Child(command, self._token, self._logs)
-            self._children.append(child)
-            self._guard.add(child.pid)
-            self._waiter.watch(child.pid)
-        self._observer.start()
-        names = ", ".join(child.name for child in self._children)
-        self._progress.say(f"run {self.config.run.run_id}: {names} started; logs in {self._logs}")
+        command = Command(command.name, command.role, command.argv, {**where, **command.environ})
+        child = Child(command, self._token, self._logs)
+        self._children.append(child)
+        self._guard.add(child.pid)
+        self._waiter.watch(child.pid)
+        return child
 
     def _of(self, role: str) -> list[Child]:
         return [child for child in self._children if child.role == role]
@@ -195,6 +211,19 @@ class Fleet:
                 return Outcome(128 + number, f"stopped by {number.name}; continue it with --resume")
             if (outcome := self._judge()) is not None:
                 return outcome
+            self._resize()
+
+    def _resize(self) -> None:
+        """Start and dismiss nodes of an elastic learner until there are as many as wished for."""
+        snapshot = self._observer.latest
+        if self._nodes is None or snapshot is None:
+            return
+        for child in self._nodes.surplus(snapshot.wished_ranks):
+            self._progress.say(f"{child.name} is dismissed: {snapshot.wished_ranks} ranks are wished for")
+            child.terminate()
+        for command in self._nodes.missing(snapshot.wished_ranks):
+            self._progress.say(f"{command.name} is started: {snapshot.wished_ranks} ranks are wished for")
+            self._nodes.started(self._start(command))
 
     def _judge(self) -> Outcome | None:
         """What the members that have ended mean for the run; None: it goes on."""
@@ -207,9 +236,10 @@ class Fleet:
             self._end(child)
             if code:
                 self._report(child, code)
-                if child.role != "generator":
+                replaced = self._nodes is not None and self._nodes.replaces(child, code, self._observer.latest)
+                if child.role != "generator" and not replaced:
                     return Outcome(1, f"{child.name} failed, see {child.log}")
-        learner = self._of("learner")
+        learner = self._of("learner") if self._nodes is None else self._nodes.present
         if learner and all(child.exit_code == 0 for child in learner):
             if self._finished():
                 return Outcome(0, "run complete")

@@ -29,6 +29,7 @@ class Snapshot:
     queues: Queues
     generators: tuple[Member, ...]
     evaluation: EvalResult | None = None
+    wished_ranks: int | None = None
 
     @property
     def waiting_groups(self) -> int:
@@ -58,7 +59,8 @@ class Observer:
                 broker = broker or self._connect()
                 generators = tuple(broker.members("generator"))
                 result = broker.evaluation().result
-                self.latest = Snapshot(broker.version(), broker.ledger(), broker.queues(), generators, result)
+                readings = broker.version(), broker.ledger(), broker.queues()
+                self.latest = Snapshot(*readings, generators, result, broker.wished_ranks())
             except HeadraceError:  # shown as a display that stands still; the members say what is wrong
                 continue
         if broker is not None:

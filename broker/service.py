@@ -1,7 +1,7 @@
 """The broker service: feeder and evaluator in threads, the reclaimer and the service's own heartbeat in the main one.
 
-It ends when the run is finished, or on SIGTERM or SIGINT. It holds nothing that Redis does not, so it may be killed and
-started again at any time.
+It ends when the run is finished, or on SIGTERM or SIGINT. It holds nothing that Redis does not, but for the store where
+an elastic learner's nodes meet (`broker.elastic`), so it may be killed and started again at any time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry
 
+from broker.elastic import hosting
 from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
 from broker.feeder import Feeder
@@ -73,7 +74,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             if config.eval is not None and config.eval.every:
                 source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
                 evaluator = Evaluator(broker, config.eval, source, log)
-            _serve(broker, feeder, evaluator, watch, stop, log)
+            with hosting(broker, config, log):
+                _serve(broker, feeder, evaluator, watch, stop, log)
         finally:
             broker.close()
     return 0

@@ -1,8 +1,8 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
 Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
-(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), and the
-readings below. Every write is one atomic script that is safe to send twice.
+(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), what an
+elastic learner's nodes must know (`broker.elastic`), and the readings below. Every write is one atomic script that is safe to send twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from broker.clients import Endpoint, endpoint, open_client
 from broker.deadletters import DeadLetters
+from broker.elastic import Elastic
 from broker.evaluations import Evaluations
 from broker.fleet import Fleet
 from broker.groups import GroupQueue
@@ -25,7 +26,7 @@ from common.trajectory import Group, PartialGroup
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
 
-class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet):
+class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet, Elastic):
     """One run in Redis. From asyncio, call it through `asyncio.to_thread`.
 
     Every method may raise HeadraceError where the server stays unreachable for `broker.reconnect_s`.

@@ -68,7 +68,10 @@ RECORD: dict[str, dict[tuple[str, ...], str]] = {
         ),
     },
     "Does it flow?": {
-        ("step", "version", "time_s"): "optimizer steps, policy version it made, seconds since the learner began",
+        ("step", "version", "time_s"): (
+            "optimizer steps, policy version it made, seconds of training, those before a resume included"
+        ),
+        ("ranks",): "of the learner, which share the step",
         ("groups", "responses", "tokens"): "in the batch; tokens are response tokens",
         ("trained_tokens",): "those of them that count in the loss",
         ("expired_tokens", "overlong_filtered_tokens"): (

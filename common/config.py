@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from common.config_broker import SentinelConfig as SentinelConfig
 from common.config_broker import TlsConfig as TlsConfig
 from common.config_broker import check_url, scheme
+from common.config_elastic import ElasticConfig as ElasticConfig
 from common.config_metrics import MetricsConfig as MetricsConfig
 from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
@@ -236,7 +237,8 @@ class LearnerConfig(Section):
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
-    ranks: PositiveInt = Field(1, description="Data-parallel ranks on this node.")
+    ranks: PositiveInt = Field(1, description="Data-parallel ranks on a node.")
+    elastic: ElasticConfig | None = Field(None, description="Nodes that come and go. Null: one node, which stays.")
     groups_per_step: PositiveInt = 8
     updates_per_batch: PositiveInt = Field(1, description="Optimizer updates per batch (mini-batches).")
     micro_batch_tokens: PositiveInt = Field(8192, description="Hard limit of tokens per micro-batch and rank.")
@@ -269,7 +271,11 @@ class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there is a GPU, else gloo.")
     bucket_mb: PositiveInt = 64
     timeout_s: PositiveFloat = Field(30.0, description="Deadline of one broadcast.")
-    host: str = Field("127.0.0.1", description="Address of the learner that generators connect to.")
+    host: str | None = Field(
+        None,
+        description="Address of the learner's rank 0 that generators connect to. Null: that from which its node reaches "
+        "Redis, wherever rank 0 is.",
+    )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."
     )

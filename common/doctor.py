@@ -78,7 +78,8 @@ def machine(config: Config) -> Iterator[Finding]:
     """Shared memory, the run's folder, and the names of hosts."""
     yield shared_memory(SHM)
     yield _folder(config.run.dir)
-    yield _resolves("weights.host", config.weights.host)
+    if config.weights.host is not None:
+        yield _resolves("weights.host", config.weights.host)
 
 
 def shared_memory(path: Path) -> Finding:

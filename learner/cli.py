@@ -1,9 +1,8 @@
-"""`headrace learner`: the learner's ranks under torchrun."""
+"""`headrace learner`: a node of the learner, or the only one."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -16,9 +15,13 @@ def learner(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run the learner: this process becomes torchrun's agent, which starts `learner.ranks` workers."""
+    """Run a node of the learner: torchrun's agent with `learner.ranks` ranks. With `learner.elastic` as many nodes as
+    that says may run, and come and go; they always continue from the newest checkpoint."""
     resolved = load_config(config, overrides)
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.learner.threads))
+    # A lost peer is one line of ours, not a stack trace of torch's.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from learner.node import main
+
     arguments = [str(config), *(f"--set={override}" for override in overrides or []), *(["--resume"] if resume else [])]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={resolved.learner.ranks}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "learner.main", *arguments])
+    raise typer.Exit(main(resolved, ["-u", "-m", "learner.main", *arguments]))

@@ -90,10 +90,14 @@ def _nccl() -> Iterator[Finding]:
 
 def port(config: Config) -> Iterator[Finding]:
     """Can the learner listen where generators look for it?"""
+    host = config.weights.host
+    if host is None:
+        yield ok("weights.host", "the address from which the learner reaches Redis")
+        return
     try:
         with socket.socket() as probe:
-            probe.bind((config.weights.host, 0))
+            probe.bind((host, 0))
     except OSError as error:
-        yield warning("weights.host", f"{config.weights.host} is no address of this machine ({error.strerror})")
+        yield warning("weights.host", f"{host} is no address of this machine ({error.strerror})")
     else:
-        yield ok("weights.host", f"a learner here could listen on {config.weights.host}")
+        yield ok("weights.host", f"a learner here could listen on {host}")

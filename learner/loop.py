@@ -9,7 +9,9 @@ promises:
 - saving costs a step the copy into host memory (`learner.saving`); a save that fails does not end the run;
 - groups are acknowledged to the broker only when a snapshot or checkpoint that contains their effect is durable, and it
   carries the ids of those that were not yet acknowledged when it was made (`learner.settling`);
-- a resumed learner goes on from the newest whole snapshot or checkpoint, at any number of ranks (`learner.resuming`).
+- a resumed learner goes on from the newest whole snapshot or checkpoint, at any number of ranks (`learner.resuming`);
+- when one rank is told to stop, all stop after the step, with what was trained durable; an elastic learner then goes on
+  with the ranks there are (`learner.node`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from learner.publisher import PublishError, WeightPublisher
 from learner.report import Reporter
 from learner.saving import Kind, Saved, Saver
 from learner.settling import Settling
+from learner.startup import Startup
 from learner.trainer import Trainer, UpdateResult
 
 
@@ -70,20 +73,30 @@ class Learner:
         self.config, self.log = config, log
         self.stopping = threading.Event()
         self.version = 0
+        self._durable = 0  # the newest version that is saved
         self._checkpointed = True  # whether this version needs no checkpoint: it is one, or the model
         self._resume = resume
+        self._elastic = config.learner.elastic is not None
+        self._startup = Startup()
 
-    def run(self) -> None:
-        """Train until `max_steps`, or until SIGTERM; both end with a checkpoint."""
+    @property
+    def complete(self) -> bool:
+        return self.version >= self.config.learner.max_steps
+
+    def run(self) -> bool:
+        """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the run
+        is complete."""
+        ranks.init("nccl" if torch.cuda.is_available() else "gloo")
+        self._startup.mark("group")
+        self.trainer = Trainer(self.config)
+        self._startup.mark("model")
+        restored = self._restore() if self._resume else None
+        self._startup.mark("checkpoint")
+        self.log.version = str(self.version)
+        self.log.info("model and optimizer ready at version %d, %d ranks", self.version, dist.get_world_size())
+        # Until here there is nothing that SIGTERM could lose.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
-        ranks.init("nccl" if torch.cuda.is_available() else "gloo")
-        started = time.monotonic()
-        self.trainer = Trainer(self.config)
-        restored = self._restore() if self._resume else None
-        self.log.version = str(self.version)
-        seconds = time.monotonic() - started
-        self.log.info("model and optimizer ready after %.1f s, %d ranks", seconds, dist.get_world_size())
         if dist.get_rank() == 0:
             self._begin(restored)
         if self._resume:
@@ -93,6 +106,7 @@ class Learner:
         else:
             self._follow()
         dist.destroy_process_group()
+        return self.complete
 
     # --- every rank
 
@@ -103,7 +117,7 @@ class Learner:
             self.log.warning("no checkpoint under %s or %s: starting from the model", *self.config.save_folders)
             return None
         self.trainer.load(stored)
-        self.version = stored.state.version
+        self.version = self._durable = stored.state.version
         self._checkpointed = Path(stored.name).parent == self.config.save_folders[0]
         now, then = dist.get_world_size(), stored.state.ranks
         self.log.info("resuming from %s%s", stored.name, f", made by {then} ranks" if now != then else "")
@@ -116,10 +130,16 @@ class Learner:
         self.log.version = str(self.version)
         return results
 
+    def _heed(self) -> None:
+        """Everybody is told to stop when one rank is. Every rank calls it after each share."""
+        if ranks.anybody(self.stopping.is_set()):
+            self.stopping.set()
+
     def _follow(self) -> None:
         self._publish(None)
         while True:
             share, before = Share.from_bytes(ranks.scatter(None)), self.version
+            self._heed()
             if share.action == "train":
                 self._train(share)
                 if self.version == before:
@@ -165,10 +185,12 @@ class Learner:
         self.saver, pressed = Saver(self.config, self.log, lambda: broker.hold(epoch), checkpointed), Pressed(broker)
         try:
             self._publish(publisher)
-            while self.version < self.config.learner.max_steps and not self.stopping.is_set():
+            self._startup.mark("weights")
+            while not self.complete and not self.stopping.is_set():
                 self._settle()
                 # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
-                idle_s = ranks.IDLE_S if self.settling.all_settled else self.config.broker.heartbeat_s
+                soon = self._elastic or not self.settling.all_settled
+                idle_s = self.config.broker.heartbeat_s if soon else ranks.IDLE_S
                 batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
                 early = self._early(pressed)
                 if batch is None:
@@ -182,6 +204,7 @@ class Learner:
                     self._skip(broker, epoch, batch)
                     continue
                 before, kind = self.version, self.saver.due(self.version + 1) or early
+                self._startup.mark("batch")
                 started = time.time()
                 results = self._train(self._tell(self._shares(steps, kind is not None)))
                 self._log_nonfinite(steps, results)
@@ -189,6 +212,8 @@ class Learner:
                 if self.version == before:
                     self._skip(broker, epoch, batch)
                     continue
+                self._startup.mark("step")
+                self._startup.done(self.log)
                 publish_s = self._publish(publisher)
                 self.settling.trained(self.version, batch)
                 reporter.step(self.version, batch, steps, results, started, publish_s)
@@ -233,6 +258,7 @@ class Learner:
     def _tell(self, shares: list[Share]) -> Share:
         """Send every rank its share; rank 0's own comes back."""
         ranks.scatter([share.to_bytes() for share in shares])
+        self._heed()
         return shares[0]
 
     def _early(self, pressed: Pressed) -> Kind | None:
@@ -263,6 +289,7 @@ class Learner:
         """Settle what the save that has ended made durable. FencedError: a newer learner took over."""
         saved = self.saver.ended(wait_s)
         if saved is not None and saved.error is None:
+            self._durable = saved.state.version
             self.settling.saved(saved.kind, saved.state.groups)
         return saved
 
@@ -282,16 +309,23 @@ class Learner:
             self._tell([Share("wait")] * dist.get_world_size())
         return saved
 
-    def _finish(self, publisher: WeightPublisher) -> None:
-        """The last checkpoint; then, if the run is complete, everybody is told."""
+    def _save_last(self) -> bool:
+        """Make this version durable; whether that is done. Where the next round reads it, a snapshot is enough."""
         self._wait_for_saver()
-        saved = self.saver.checkpointed == self.version or self.save_now("checkpoint")
-        if not saved:  # the run's work outlives a shared storage that does not take it
-            self.save_now("snapshot")
+        if self._elastic and not self.complete and self.config.learner.snapshot_folder is None:
+            return self._durable == self.version or self.save_now("snapshot") or self.save_now("checkpoint")
+        if self.saver.checkpointed == self.version or self.save_now("checkpoint"):
+            return True
+        self.save_now("snapshot")  # the run's work outlives a shared storage that does not take it
+        return False
+
+    def _finish(self, publisher: WeightPublisher) -> None:
+        """Everything is saved; then, if the run is complete, everybody is told."""
+        saved = self._save_last()
         self._tell([Share("stop")] * dist.get_world_size())
         if not saved:
-            raise HeadraceError(f"version {self.version} has no checkpoint: see the log; resume when that is mended")
-        if self.version >= self.config.learner.max_steps:
+            raise HeadraceError(f"version {self.version} has no checkpoint: the log says why; resume when that is mended")
+        if self.complete:
             try:
                 publisher.wait(self.config.weights.timeout_s)
             except PublishError as error:  # the run has its checkpoint; nobody samples with this version any more
@@ -300,7 +334,7 @@ class Learner:
             self.broker.announce({"type": "stop"})
             self.log.info("run complete")
         else:
-            self.log.info("stopped by signal")
+            self.log.info("stopped by signal at version %d", self.version)
 
     def _heartbeat(self, broker: Broker, epoch: int) -> None:
         while not self.stopping.wait(self.config.broker.heartbeat_s):
@@ -313,7 +347,7 @@ class Learner:
                     epoch=epoch,
                     host=socket.gethostname(),
                     pid=os.getpid(),
-                    counters={},
+                    counters={"ranks": float(dist.get_world_size())},
                 )
             )
 

@@ -1,15 +1,20 @@
-"""What torchrun starts on every rank; `headrace learner` is the command for people."""
+"""What torchrun's agent starts on every rank; `headrace learner` is the command for people."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from common import log as logs
 from common import settings
-from common.errors import HeadraceError
+from common.errors import ConfigError, HeadraceError
+
+# Exit codes: something is wrong that starting again cannot put right; and, of an elastic learner, this round is over but
+# the run is not.
+PERMANENT, LEAVING = 2, 75
 
 
 def main() -> int:
@@ -21,14 +26,29 @@ def main() -> int:
     config = settings.load(arguments.config, arguments.overrides)
     log = logs.setup(config.run.run_id, f"learner-{os.environ['RANK']}")
     from learner.loop import Learner
+    from learner.startup import import_all
 
+    import_all()  # here, so that nobody waits for it in the group
+    elastic = config.learner.elastic is not None
     try:
-        Learner(config, log, resume=arguments.resume).run()
+        complete = Learner(config, log, resume=arguments.resume or elastic).run()
     except HeadraceError as error:
         log.error("%s", error)
-        return 2
-    return 0
+        return PERMANENT if isinstance(error, ConfigError) or not elastic else 1
+    except RuntimeError as error:
+        if "gloo" not in str(error):  # it has no error of its own for this
+            raise
+        log.error("another rank has gone: %s", str(error).splitlines()[0])
+        return 1
+    return LEAVING if elastic and not complete else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch apart costs seconds, and may wait for ranks that have gone

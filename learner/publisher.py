@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from broker import Broker, Member
+from broker.addresses import own_address
 from common.config import Config
 from common.errors import HeadraceError, WireError
 from common.log import Logger
@@ -87,6 +88,7 @@ class WeightPublisher:
         self.broker, self.config, self.log = broker, config, log
         self.timings: PublishTimings | None = None
         self._backend = resolve_backend(config.weights.backend)
+        self._host = config.weights.host or own_address(broker.url)
         self._staged = Staged(config.weights.bucket_mb << 20)
         self._version, self._stage_s = -1, 0.0
         self._condition = threading.Condition()
@@ -227,7 +229,7 @@ class WeightPublisher:
         if guilty and not lost.died and not self._ever_loaded and not self._lacking():
             # Nothing ever worked: more likely a wrong setting than a sick generator.
             raise PublishError(
-                f"no generator could be reached ({lost}); is weights.host ({self.config.weights.host}) an address of "
+                f"no generator could be reached ({lost}); is weights.host ({self._host}) an address of "
                 "this machine that the generators can connect to, and weights.timeout_s "
                 f"({self.config.weights.timeout_s:g}) long enough to load the model?"
             )
@@ -265,12 +267,12 @@ class WeightPublisher:
         weights, bucket_bytes = self.config.weights, self._staged.bucket_bytes
         world_size = 1 + self._workers * len(members)
         self._epoch += 1
-        link = open_link(self._backend, weights.host, world_size, weights.timeout_s, bucket_bytes)
+        link = open_link(self._backend, self._host, world_size, weights.timeout_s, bucket_bytes)
         group = self._group = _Group(self._epoch, members, link)
         form = Form(
             epoch=group.epoch,
             backend=self._backend,
-            host=weights.host,
+            host=self._host,
             port=link.port,
             world_size=world_size,
             ranks={name: 1 + self._workers * index for index, name in enumerate(members)},

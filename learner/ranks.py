@@ -55,3 +55,11 @@ def broadcast(data: bytes | None, source: int) -> bytes:
         row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(row, src=source)
     return row.cpu().numpy().tobytes()
+
+
+def anybody(says: bool) -> bool:
+    """Whether any rank says so. Every rank calls it."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    flag = torch.tensor(int(says), dtype=torch.int32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

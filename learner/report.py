@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,7 @@ class Reporter:
         record = {
             "version": float(version),
             "time_s": now - self._started,
+            "ranks": float(os.environ.get("WORLD_SIZE", 1)),
             **self._times(batch, results, now, publish_s),
             **_counts(sum((step.counts for step in steps), Counts())),
             **_objective([result for result in results if not result.nonfinite]),

@@ -25,17 +25,22 @@ def warmup_lr(optimizer: OptimizerConfig, step: int) -> float:
     return optimizer.lr * min(1.0, step / optimizer.warmup_steps) if optimizer.warmup_steps else optimizer.lr
 
 
+def import_deepspeed() -> Any:
+    # DeepSpeed picks its accelerator at import.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+
+    # DeepSpeed would compile its shared-memory all-reduce at the first start: minutes on two cores, and not every
+    # machine has a compiler. Gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
 class ZeroEngine:
     """A model under DeepSpeed with AdamW; `module` is what to call for a forward pass."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerConfig, learner: LearnerConfig) -> None:
-        # DeepSpeed picks its accelerator at import.
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        import deepspeed
-
-        # DeepSpeed would compile its shared-memory all-reduce at the first start: minutes on two cores, and not every
-        # machine has a compiler. Gloo does the same.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed = import_deepspeed()
         self.stage = learner.zero_stage
         adamw = torch.optim.AdamW(
             model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay

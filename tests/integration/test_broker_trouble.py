@@ -20,6 +20,7 @@ from valkey_helpers import DATA, Node, node, until
 
 from broker import Broker, BrokerFullError, Member, until_taken
 from broker.acl import ROLES, Role, rules, user_name
+from broker.elastic import Meeting
 from broker.records import EvalResult
 from common.cli import app
 from common.config import Config
@@ -255,6 +256,8 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     assert service.position() == 0 and not service.finished()
     assert service.release([prompt(each) for each in range(8)], 0)
     assert not service.heartbeat(Member("broker", "broker", "serving"))
+    service.invite(Meeting("10.0.0.7", 29400, "one"))
+    service.resize(3)
     assert service.begin_evaluation(0, [prompt(100), prompt(101)]) == "begun"
     # a generator
     generator.heartbeat(Member("g1", "generator", "serving"))
@@ -287,6 +290,7 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     assert service.ledger().balanced
     assert service.wait_event("0", 0) != "0"
     # the learner
+    assert learner.meeting() == Meeting("10.0.0.7", 29400, "one") and service.wished_ranks() == 3
     epoch = learner.begin(0, [])
     first, second, third = learner.take(epoch, 8, 0)
     assert learner.take(epoch, 8, 1) == []

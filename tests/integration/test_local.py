@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import yaml
 from rich.console import Console
 
 from broker import Broker
+from broker.clients import Endpoint
 from broker.local import Fleet, commands, meaningful_tail
 from broker.processes import Command, await_end, kill_family
 from broker.progress import MetricsTail
@@ -107,12 +109,12 @@ def _notes(folder: Path, text: str) -> list[str]:
 @pytest.fixture
 def start(
     make_config: Callable[..., Config], tmp_path: Path, trace: str
-) -> Iterator[Callable[[list[Command]], subprocess.Popen[str]]]:
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a launcher with a server of its own, in a process that can be signalled."""
-    config = make_config(broker={"url": None, "password_file": None})
     running: list[subprocess.Popen[str]] = []
 
-    def launch(members: list[Command]) -> subprocess.Popen[str]:
+    def launch(members: list[Command], **sections: dict[str, object]) -> subprocess.Popen[str]:
+        config = make_config(broker={"url": None, "password_file": None}, **sections)
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         listed = [{"name": each.name, "role": each.role, "argv": each.argv} for each in members]
         (tmp_path / "members.json").write_text(json.dumps(listed))
@@ -130,6 +132,50 @@ def start(
     for process in running:
         with process:
             process.kill()
+
+
+NODE = """
+def leave(*_):
+    note("stops")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+note(f"began {os.getpid()}")
+while True:
+    signal.pause()
+"""
+
+
+def test_learner_of_nodes_follows_the_wish_and_a_killed_node_is_replaced(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, trace: str
+) -> None:
+    members = [_member("broker", tmp_path, PATIENT), _member("learner", tmp_path, NODE)]
+    launcher = start(members, learner={"elastic": {"min_nodes": 2, "max_nodes": 4}})
+    _pids(tmp_path, members[:1])
+
+    def await_notes(text: str, count: int) -> list[str]:
+        deadline = time.monotonic() + 60
+        while len(found := re.findall(rf"learner {text} ?(\d*)", (tmp_path / "notes").read_text())) < count:
+            assert time.monotonic() < deadline and launcher.poll() is None, found
+            time.sleep(0.05)
+        return found
+
+    (tmp_path / "notes").touch()
+    await_notes("began", 2)
+    (folder,) = (tmp_path / "runs").iterdir()
+    config = Config.model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text()))
+    broker = Broker.connect(config, Endpoint(*read_endpoint(folder)))
+    assert broker.wished_ranks() == 2, "at first the least that one would accept"
+    broker.resize(4)
+    pids = await_notes("began", 4)
+    os.kill(int(pids[0]), signal.SIGKILL)
+    assert len(set(await_notes("began", 5))) == 5
+    broker.resize(2)
+    await_notes("stops", 2)
+    broker.close()
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM and "was killed by SIGKILL" in output, output
+    assert _notes(tmp_path, "stops") == ["learner"] * 4 + ["broker"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
