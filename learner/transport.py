@@ -23,6 +23,9 @@ class Link(Protocol):
     def send(self, staged: Staged) -> None:
         """Send everything; return when every rank has received it."""
 
+    def settle(self) -> None:
+        """Return when every rank is ready to use what was sent."""
+
     def close(self) -> None:
         """Give the group up. Never blocks for long."""
 
@@ -40,6 +43,9 @@ class GlooLink:
 
     def send(self, staged: Staged) -> None:
         send_buckets(self._group, staged.buckets())
+
+    def settle(self) -> None:
+        self._group.barrier()
 
     def close(self) -> None:
         self._group.close()
@@ -76,6 +82,9 @@ class NcclLink:
             buffer_size_bytes=self.bucket_bytes,
             num_buffers=2,
         )
+
+    def settle(self) -> None:
+        """Nothing: the ranks receive into the model."""
 
     def close(self) -> None:
         if self._group is not None:
