@@ -256,8 +256,8 @@ class WeightsConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the learner that generators connect to.")
     staging: bool = Field(
         True,
-        description="on: generators receive and load beside sampling, in memory for one more copy of the weights, and pause "
-        "to change over; off: they pause for the whole transfer, in memory for a few buckets. With nccl always off.",
+        description="on: generators receive and load beside sampling, in memory for one more copy of the weights, and "
+        "pause to change over; off: they pause for the whole transfer, in memory for a few buckets. With nccl always off.",
     )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."

@@ -7,8 +7,8 @@ Loaded by vLLM in each of its processes through the entry-point group `vllm.gene
   twin, see `Twin.supports`, is loaded in the pause). A transfer that breaks leaves the model as it was.
 - A session is `start_weight_update`, `update_weights` with mode "stage", the same with mode "apply",
   `finish_weight_update`. Finished without "apply" it is abandoned and changes nothing.
-- Where there is no memory for that, `update_weights` with mode "stream" loads into the model what it receives, bucket by
-  bucket; the engine is paused meanwhile, and of no use any more if that breaks.
+- Where there is no memory for that, `update_weights` with mode "stream" loads into the model what it receives, bucket
+  by bucket; the engine is paused meanwhile, and of no use any more if that breaks.
 - A parameter that did not arrive, or that the model did not take, is an error, never a half-updated model in use.
 
 Registered by `register`, which may be called any number of times.
@@ -115,7 +115,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         return plan_buckets(parameters, self._bucket_bytes)
 
     def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> None:
-        """In the receiving thread. Takes the buckets out of their list, so that memory holds the weights twice at most."""
+        """In the receiving thread. Takes the buckets out of their list: one copy of the weights more in memory, not two."""
         twin = Twin(self.model, self.model_config)
         for slots in plan:
             twin.load(_named(slots, buckets.pop(0)))

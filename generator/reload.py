@@ -64,13 +64,14 @@ class Reload:
         return out
 
     def _refresh_tied_lm_head(self) -> None:
-        """On CPUs lm_head keeps a packed copy of the tied weight, which the reload does not renew. The embedding has just
-        been packed in the same way, for nothing else: take that one."""
+        """On CPUs lm_head keeps a packed copy of the tied weight, which the reload does not renew. The embedding has
+        just been packed in the same way, for nothing else: take that one."""
         lm_head = self._tied_lm_head()
         if lm_head is None:
             return
         for layer in self.model.modules():
-            if layer is not lm_head and getattr(layer, "weight", None) is lm_head.weight and "cpu_linear" in vars(layer):
+            tied = layer is not lm_head and getattr(layer, "weight", None) is lm_head.weight
+            if tied and "cpu_linear" in vars(layer):
                 lm_head.cpu_linear = layer.cpu_linear
                 return
         if lm_head.weight.device.type == "cpu":
@@ -123,7 +124,7 @@ class Twin:
         tables["_non_persistent_buffers_set"] = live._non_persistent_buffers_set.copy()
         tables["_modules"] = {name: child and self._module(child) for name, child in live._modules.items()}
         for table in ("_parameters", "_buffers"):
-            tables[table] = {name: tensor if tensor is None else self._tensor(tensor) for name, tensor in before[table].items()}
+            tables[table] = {name: None if t is None else self._tensor(t) for name, t in before[table].items()}
         self._metadata(live, twin)
         self._pairs.append((live, twin, before))
         return twin

@@ -1,7 +1,7 @@
 """What differs between the weight-transfer backends on the generator's side.
 
-gloo stages while the engine generates and pauses only to change over; with `weights.staging: off`, and with nccl (vLLM's
-own engine), the weights are received straight into the model, which pauses generation for the whole transfer.
+gloo stages while the engine generates and pauses only to change over; with `weights.staging: off`, and with nccl
+(vLLM's own engine), the weights are received straight into the model, which pauses generation for the whole transfer.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class PublishError(HeadraceError):
 
 @dataclass(frozen=True)
 class PublishTimings:
-    """The delivery of a version, in seconds. `stage_s`: the copy, for which the learner waited. `send_s`: until all
-    had received everything. `settle_s`: until all were ready to use it. `load_s`: from commit to the last
+    """The delivery of a version, in seconds. `stage_s`: the copy, for which the learner waited. `settle_s`: the part
+    of `send_s` after everything was received, until all were ready to change over. `load_s`: from commit to the last
     acknowledgement, pauses included. `pause_s`: the longest pause a generator reported. `attempts`: groups it took.
     `dropped`: members left out on the way."""
 
@@ -54,9 +54,9 @@ class PublishTimings:
     stage_s: float = 0.0
     form_s: float = 0.0
     send_s: float = 0.0
-    settle_s: float = 0.0
     load_s: float = 0.0
     pause_s: float = 0.0
+    settle_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -243,24 +243,15 @@ class WeightPublisher:
         self._collect(group, "receiving")
         self._watched(lambda: group.link.send(self._staged), group, "sending")
         marks.append(time.monotonic())
-        self._watched(group.link.settle, group, "settling")
-        marks.append(time.monotonic())
         self.broker.announce(Commit(group.epoch, self._version).message())
         acks = self._collect(group, "loaded", on_ack=lambda ack: self._loaded(members[ack.generator]))
         marks.append(time.monotonic())
-        form_s, send_s, settle_s, load_s = (b - a for a, b in itertools.pairwise(marks))
+        form_s, send_s, load_s = (b - a for a, b in itertools.pairwise(marks))
         pause_s = max(sum(seconds for part, seconds in ack.seconds.items() if part != "stage") for ack in acks)
-        text = "version %d at %d generators: form %.3f s, send %.3f s, settle %.3f s, load %.3f s, paused %.3f s"
-        self.log.info(text, self._version, len(acks), form_s, send_s, settle_s, load_s, pause_s)
-        return replace(
-            timings,
-            members=timings.members + len(acks),
-            form_s=form_s,
-            send_s=send_s,
-            settle_s=settle_s,
-            load_s=load_s,
-            pause_s=pause_s,
-        )
+        text = "version %d at %d generators: form %.3f s, send %.3f s, load %.3f s, paused %.3f s"
+        self.log.info(text, self._version, len(acks), form_s, send_s, load_s, pause_s)
+        timings = replace(timings, members=timings.members + len(acks), settle_s=group.link.settle_s)
+        return replace(timings, form_s=form_s, send_s=send_s, load_s=load_s, pause_s=pause_s)
 
     def _loaded(self, who: Identity) -> None:
         self._ever_loaded = True
