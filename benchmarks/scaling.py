@@ -3,8 +3,8 @@
     python -m benchmarks.scaling            # the table of docs/scaling.md, and the simulation of its 7B rows
     python -m benchmarks.scaling --check    # 1, 2 and 3 gloo receivers here: predicted against measured
 
-S bytes, N receivers, interfaces of B bytes/s in each direction, pieces of b bytes, L seconds of latency a hop. Pieces are
-pipelined: one is handed on while the next arrives.
+S bytes, N receivers, interfaces of B bytes/s in each direction, pieces of b bytes, L seconds of latency a hop. Pieces
+are pipelined: one is handed on while the next arrives.
 
     flat    the sender sends to every receiver.                     N S/B + L
     tree    two binary trees of depth d = ceil(log2(N + 1)), each   S/B + 2 (d - 1) b/B + d L

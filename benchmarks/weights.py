@@ -300,8 +300,8 @@ def result(
         return statistics.median(values)
 
     stall = median([sample.stall_s for sample in on])
-    # What the others notice of a join: a pause of their tokens, a longer stall at the next update, and its weights later
-    # by the forming of the larger group.
+    # What the others notice of a join: a pause of their tokens, a longer stall at the next update, and its weights
+    # later by the forming of the larger group.
     delays = [join["gap_s"] + max(0.0, join["stall_s"] - stall) + join["form_s"] for join in joins]
     return {
         "bytes": total,

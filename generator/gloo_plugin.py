@@ -115,7 +115,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         return plan_buckets(parameters, self._bucket_bytes)
 
     def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> None:
-        """In the receiving thread. Takes the buckets out of their list: one copy of the weights more in memory, not two."""
+        """In the receiving thread. Takes the buckets out of their list: memory for one copy of the weights, not two."""
         twin = Twin(self.model, self.model_config)
         for slots in plan:
             twin.load(_named(slots, buckets.pop(0)))
