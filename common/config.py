@@ -276,6 +276,11 @@ class WeightsConfig(Section):
         description="Address of the learner's rank 0 that generators connect to. Null: that from which its node reaches "
         "Redis, wherever rank 0 is.",
     )
+    staging: bool = Field(
+        True,
+        description="on: generators receive and load beside sampling, in memory for one more copy of the weights, and "
+        "pause to change over; off: they pause for the whole transfer, in memory for a few buckets. nccl: always off.",
+    )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."
     )

@@ -225,7 +225,8 @@ def _own_address(host: str, port: int) -> str:
 
 
 def send_buckets(group: GlooGroup, buckets: Sequence[torch.Tensor]) -> None:
-    """Broadcast the buckets (uint8) in order and return when every rank has received all of them."""
+    """Broadcast the buckets (uint8) in order; return when every rank has received all of them. When the next `barrier`
+    returns, they have also made of them what they can before they are told to change over."""
     works: list[dist.Work] = []
     for bucket in buckets:
         if len(works) == _IN_FLIGHT:
@@ -237,7 +238,8 @@ def send_buckets(group: GlooGroup, buckets: Sequence[torch.Tensor]) -> None:
 
 
 def receive_buckets(group: GlooGroup, plan: Sequence[Sequence[Slot]]) -> Iterator[torch.Tensor]:
-    """The buckets of `plan`, each as soon as it is complete. Call `group.barrier()` after the last."""
+    """The buckets of `plan`, each as soon as it is complete. Call `group.barrier()` after the last, and again when
+    ready to change over to them."""
     posted: list[tuple[dist.Work, torch.Tensor]] = []
     for slots in plan:
         if len(posted) == _IN_FLIGHT:

@@ -356,6 +356,8 @@ def _prepare_environment(config: Config) -> None:
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # This process has threads (broker client, rewards): a fork could copy a held lock.
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+        # torch takes huge pages for tensors: much of what receiving weights costs is the first touch of new memory.
+        ("THP_MEM_ALLOC_ENABLE", "1"),
     ):
         os.environ.setdefault(name, value)
 

@@ -2,10 +2,13 @@
 
 Loaded by vLLM in each of its processes through the entry-point group `vllm.general_plugins`. What it promises:
 
-- Weights are staged first and applied whole. Joining the group and receiving happen in a thread, while the engine goes
-  on generating; only the copy into the model needs a pause. A transfer that breaks leaves the model as it was.
+- Weights are staged first and applied whole. Joining the group, receiving, and loading them into a twin of the model
+  happen in a thread, while the engine goes on generating; only handing them over needs a pause (a model that has no
+  twin, see `Twin.supports`, is loaded in the pause). A transfer that breaks leaves the model as it was.
 - A session is `start_weight_update`, `update_weights` with mode "stage", the same with mode "apply",
   `finish_weight_update`. Finished without "apply" it is abandoned and changes nothing.
+- Where there is no memory for that, `update_weights` with mode "stream" loads into the model what it receives, bucket
+  by bucket; the engine is paused meanwhile, and of no use any more if that breaks.
 - A parameter that did not arrive, or that the model did not take, is an error, never a half-updated model in use.
 
 Registered by `register`, which may be called any number of times.
@@ -14,9 +17,11 @@ Registered by `register`, which may be called any number of times.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+import torch
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
@@ -25,13 +30,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from common.weightwire import Slot, parse, plan_buckets
 from generator.receive import StagedReceive
+from generator.reload import Reload, Twin
 
 BACKEND = "gloo"
 _NAP_MS = 2
@@ -51,9 +55,9 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What to do next; the parameter lists belong to "stage"."""
+    """What to do next; the parameter lists belong to "stage" and "stream"."""
 
-    mode: Literal["stage", "apply"]
+    mode: Literal["stage", "apply", "stream"]
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
@@ -68,7 +72,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     _receive: StagedReceive | None = None
     _bucket_bytes = 0
-    _applied = False
+    _twin: Twin | None = None
+    _reload: Reload | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Start joining the group; returns at once."""
@@ -81,7 +86,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Nothing yet: the layerwise reload takes the model apart, so it waits until everything has arrived."""
-        self._applied = False
+        self._twin = self._reload = None
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         # The base class then synchronises an accelerator, which does not exist here.
@@ -91,11 +96,15 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         if self._receive is None:
             raise RuntimeError("no weight-transfer group; call init_weight_transfer_engine first")
         if update_info.mode == "stage":
-            self._receive.stage(self._plan(update_info))
+            prepare = self._load_twin if Twin.supports(self.model) else None
+            self._receive.stage(self._plan(update_info), prepare)
         elif update_info.mode == "apply":
             self._apply(self._receive)
+        elif update_info.mode == "stream":
+            self._reload = Reload(self.model, self.model_config)
+            self._receive.stream(self._plan(update_info), self._load)
         else:
-            raise ValueError(f"mode is {update_info.mode!r}; expected 'stage' or 'apply'")
+            raise ValueError(f"mode is {update_info.mode!r}; expected 'stage', 'apply' or 'stream'")
 
     def _plan(self, update_info: GlooUpdateInfo) -> list[list[Slot]]:
         # The shapes the loader knows: the live parameters may be repacked, and on CPUs some are emptied. Tied weights
@@ -105,49 +114,39 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         parameters = parse(update_info.names, update_info.dtypes, update_info.shapes, max_elements=limit)
         return plan_buckets(parameters, self._bucket_bytes)
 
+    def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> None:
+        """In the receiving thread. Takes the buckets out of their list: memory for one copy of the weights, not two."""
+        twin = Twin(self.model, self.model_config)
+        for slots in plan:
+            twin.load(_named(slots, buckets.pop(0)))
+        twin.finish()
+        self._twin = twin
+
     def _apply(self, receive: StagedReceive) -> None:
         buckets = receive.take()
-        initialize_layerwise_reload(self.model)
-        self._applied = True
+        if self._twin is not None:
+            self._twin.swap()
+            return
+        self._reload = Reload(self.model, self.model_config)
         for slots, bucket in zip(receive.plan, buckets, strict=True):
-            self.model.load_weights([(slot.parameter.name, slot.view(bucket)) for slot in slots])
+            self._load(slots, bucket)
+
+    def _load(self, slots: Sequence[Slot], bucket: torch.Tensor) -> None:
+        assert self._reload is not None
+        self._reload.load(_named(slots, bucket))
 
     def finish_weight_update(self) -> None:
-        if not self._applied:
-            return
-        self._applied = False
-        missing = self._layers_without_weights()
-        finalize_layerwise_reload(self.model, self.model_config)
-        if missing:
-            raise RuntimeError(f"the update had no weights for: {', '.join(missing[:8])}")
-        self._refresh_tied_lm_head()
-
-    def _tied_lm_head(self) -> Any:
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            return getattr(self.model, "lm_head", None)
-        return None
-
-    def _layers_without_weights(self) -> list[str]:
-        """Layers that have parameters and got none; vLLM would only log a warning and keep the old ones."""
-        tied = self._tied_lm_head()
-        out = []
-        for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
-            if layer is tied or is_deferred_attention_layer(layer) or not info.can_load():
-                continue
-            if info.load_numel == 0 and info.restore_metadata[0]:  # [1]: buffers, which no checkpoint holds
-                out.append(name)
-        return out
-
-    def _refresh_tied_lm_head(self) -> None:
-        """On CPUs lm_head keeps a packed copy of the tied weight, which the reload does not renew."""
-        lm_head = self._tied_lm_head()
-        if self.device.type == "cpu" and lm_head is not None:
-            lm_head.quant_method.process_weights_after_loading(lm_head)
+        reload, self._reload, self._twin = self._reload, None, None
+        if reload is not None:
+            reload.finish()
 
     def shutdown(self) -> None:
         """Let go of the group; a receive under way ends by itself and is not read."""
-        self._receive = None
+        self._receive = self._twin = None
+
+
+def _named(slots: Sequence[Slot], bucket: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [(slot.parameter.name, slot.view(bucket)) for slot in slots]
 
 
 def register() -> None:

@@ -10,6 +10,9 @@ import torch
 
 from common.weightwire import GlooGroup, Slot, receive_buckets
 
+Plan = Sequence[Sequence[Slot]]
+Prepare = Callable[[Plan, list[torch.Tensor]], None]
+
 _log = logging.getLogger("vllm.headrace.weights")  # below vllm's own: ends in the process's log file
 
 
@@ -22,17 +25,33 @@ class StagedReceive:
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        self.plan: Sequence[Sequence[Slot]] = ()
+        self.plan: Plan = ()
         self._address = (host, port, world_size)
         self._group: GlooGroup | None = None
         self._buckets: list[torch.Tensor] = []
+        self._complete = False
         self._error: Exception | None = None
         self._thread = self._start(self._join, None)
 
-    def stage(self, plan: Sequence[Sequence[Slot]]) -> None:
-        """Start to receive the buckets of `plan`."""
-        self.plan, self._buckets = plan, []
-        self._thread = self._start(self._receive, self._thread)
+    def stage(self, plan: Plan, prepare: Prepare | None = None) -> None:
+        """Start to receive the buckets of `plan`. The sender waits until `prepare`, called in the thread with all of
+        them, is through; it may take them out of its list. What it raises is raised by `take`."""
+        self.plan, self._buckets, self._complete = plan, [], False
+        self._thread = self._start(lambda: self._receive(prepare), self._thread)
+
+    def stream(self, plan: Plan, handle: Callable[[Sequence[Slot], torch.Tensor], None]) -> None:
+        """Receive the buckets of `plan` in the caller's thread, each handed on as it arrives and not kept.
+
+        Raises:
+            RuntimeError: the group did not form, or the transfer failed.
+        """
+        self._thread.join(self.timeout_s)
+        if self._error is not None or self._group is None:
+            raise RuntimeError(f"no weights can be received: {self._error or 'the group has not formed'}")
+        for slots, bucket in zip(plan, receive_buckets(self._group, plan), strict=True):
+            handle(slots, bucket)
+        self._group.barrier()
+        self._group.barrier()
 
     def take(self) -> list[torch.Tensor]:
         """The received buckets (uint8), once. To be called when the sender has said that everybody has them.
@@ -41,9 +60,9 @@ class StagedReceive:
             RuntimeError: the transfer failed, or is not complete within the deadline, or nothing was staged.
         """
         self._thread.join(self.timeout_s)
-        if self._error is not None or self._thread.is_alive() or not self._buckets:
+        if self._error is not None or self._thread.is_alive() or not self._complete:
             raise RuntimeError(f"the weights are not here: {self._error or 'the transfer is not complete'}")
-        buckets, self._buckets = self._buckets, []
+        buckets, self._buckets, self._complete = self._buckets, [], False
         return buckets
 
     def _start(self, job: Callable[[], None], before: threading.Thread | None) -> threading.Thread:
@@ -65,8 +84,13 @@ class StagedReceive:
         host, port, world_size = self._address
         self._group = GlooGroup.join(host, port, self.rank, world_size, self.timeout_s)
 
-    def _receive(self) -> None:
+    def _receive(self, prepare: Prepare | None) -> None:
         assert self._group is not None
         buckets = list(receive_buckets(self._group, self.plan))
         self._group.barrier()
-        self._buckets = buckets
+        try:
+            if prepare is not None:
+                prepare(self.plan, buckets)
+        finally:
+            self._group.barrier()
+        self._buckets, self._complete = buckets, True

@@ -1,7 +1,7 @@
 """What differs between the weight-transfer backends on the generator's side.
 
-gloo stages while the engine generates and pauses only to load; nccl (vLLM's own engine) receives straight into the
-model, so it pauses for the whole transfer.
+gloo stages while the engine generates and pauses only to change over; with `weights.staging: off`, and with nccl
+(vLLM's own engine), the weights are received straight into the model, which pauses generation for the whole transfer.
 """
 
 from __future__ import annotations
@@ -32,31 +32,19 @@ class Transfer(Protocol):
 
 
 class GlooTransfer:
-    """The backend of `generator.gloo_plugin`."""
+    """The backend of `generator.gloo_plugin`, staged."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._open = False
 
     async def join(self, form: Form, rank: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        info = {
-            "master_address": form.host,
-            "master_port": form.port,
-            "rank_offset": rank,
-            "world_size": form.world_size,
-            "bucket_bytes": form.bucket_bytes,
-            "timeout_s": form.timeout_s,
-        }
-        call = self.engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
-        await self.engine.control(call, "init_weight_transfer_engine")
+        await _join_gloo(self.engine, form, rank)
 
     async def stage(self, update: Update) -> None:
-        message = update.message()
         await self.engine.control(self.engine.llm.start_weight_update(), "start_weight_update")
         self._open = True
-        await self._update({"mode": "stage", **{key: message[key] for key in ("names", "dtypes", "shapes")}})
+        await self._update({"mode": "stage", **_lists(update)})
 
     async def apply(self, version: int) -> dict[str, float]:
         marks = [time.monotonic()]
@@ -84,13 +72,58 @@ class GlooTransfer:
         await self.engine.control(self.engine.llm.update_weights(request), f"update_weights {info['mode']}")
 
 
-class NcclTransfer:
-    """vLLM's native `nccl` backend, packed. An update that breaks off leaves the model half loaded: an EngineError."""
+class _InPlaceTransfer:
+    """Receiving into the model, paused. An update that breaks off leaves the model half loaded: an EngineError."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._joining: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
+        self._started = 0.0
+
+    def _info(self, update: Update) -> dict[str, object]:
+        """What the worker's `update_weights` is told."""
+        raise NotImplementedError
+
+    async def stage(self, update: Update) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._started = time.monotonic()
+        await self.engine.pause()
+        await self.engine.control(self.engine.llm.start_weight_update(), "start_weight_update")
+        call = self.engine.llm.update_weights(WeightTransferUpdateRequest(self._info(update)))
+        self._receiving = asyncio.create_task(self.engine.control(call, "update_weights"))
+
+    async def apply(self, version: int) -> dict[str, float]:
+        assert self._receiving is not None
+        await self._receiving
+        self._receiving = None
+        call = self.engine.llm.finish_weight_update(weight_version=str(version))
+        await self.engine.control(call, "finish_weight_update")
+        loaded = time.monotonic()
+        await self.engine.resume(version)
+        return {"load": loaded - self._started, "resume": time.monotonic() - loaded}
+
+    async def abandon(self) -> None:
+        if self._receiving is not None:
+            raise EngineError("an update broke off while the model was being loaded; this engine must start again")
+
+
+class GlooInPlaceTransfer(_InPlaceTransfer):
+    """The backend of `generator.gloo_plugin` without a staged copy."""
+
+    async def join(self, form: Form, rank: int) -> None:
+        await _join_gloo(self.engine, form, rank)
+
+    def _info(self, update: Update) -> dict[str, object]:
+        return {"mode": "stream", **_lists(update)}
+
+
+class NcclTransfer(_InPlaceTransfer):
+    """vLLM's native `nccl` backend, packed."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._joining: asyncio.Task[None] | None = None
 
     async def join(self, form: Form, rank: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -113,32 +146,36 @@ class NcclTransfer:
         self._joining = asyncio.create_task(self.engine.control(call, "init_weight_transfer_engine"))
 
     async def stage(self, update: Update) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         assert self._joining is not None
         await self._joining
-        await self.engine.pause()
-        await self.engine.control(self.engine.llm.start_weight_update(), "start_weight_update")
-        message = update.message()
-        info = {"names": message["names"], "dtype_names": message["dtypes"], "shapes": message["shapes"]}
-        call = self.engine.llm.update_weights(WeightTransferUpdateRequest(info))
-        self._receiving = asyncio.create_task(self.engine.control(call, "update_weights"))
+        await super().stage(update)
 
-    async def apply(self, version: int) -> dict[str, float]:
-        assert self._receiving is not None
-        started = time.monotonic()
-        await self._receiving
-        self._receiving = None
-        call = self.engine.llm.finish_weight_update(weight_version=str(version))
-        await self.engine.control(call, "finish_weight_update")
-        loaded = time.monotonic()
-        await self.engine.resume(version)
-        return {"load": loaded - started, "resume": time.monotonic() - loaded}
+    def _info(self, update: Update) -> dict[str, object]:
+        lists = _lists(update)
+        return {"names": lists["names"], "dtype_names": lists["dtypes"], "shapes": lists["shapes"]}
 
-    async def abandon(self) -> None:
-        if self._receiving is not None:
-            raise EngineError("an update broke off while the model was being loaded; this engine must start again")
+
+async def _join_gloo(engine: Engine, form: Form, rank: int) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    info = {
+        "master_address": form.host,
+        "master_port": form.port,
+        "rank_offset": rank,
+        "world_size": form.world_size,
+        "bucket_bytes": form.bucket_bytes,
+        "timeout_s": form.timeout_s,
+    }
+    call = engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+    await engine.control(call, "init_weight_transfer_engine")
+
+
+def _lists(update: Update) -> dict[str, object]:
+    message = update.message()
+    return {key: message[key] for key in ("names", "dtypes", "shapes")}
 
 
 def open_transfer(engine: Engine) -> Transfer:
-    return NcclTransfer(engine) if engine.backend == "nccl" else GlooTransfer(engine)
+    if engine.backend == "nccl":
+        return NcclTransfer(engine)
+    return GlooTransfer(engine) if engine.config.weights.staging else GlooInPlaceTransfer(engine)

@@ -42,9 +42,10 @@ class PublishError(HeadraceError):
 
 @dataclass(frozen=True)
 class PublishTimings:
-    """The delivery of a version, in seconds. `stage_s`: the copy, for which the learner waited. `load_s`: from commit
-    to the last acknowledgement, pauses included. `pause_s`: the longest pause a generator reported. `attempts`: groups
-    it took. `dropped`: members left out on the way."""
+    """The delivery of a version, in seconds. `stage_s`: the copy, for which the learner waited. `settle_s`: the part
+    of `send_s` after everything was received, until all were ready to change over. `load_s`: from commit to the last
+    acknowledgement, pauses included. `pause_s`: the longest pause a generator reported. `attempts`: groups it took.
+    `dropped`: members left out on the way."""
 
     version: int
     members: int = 0
@@ -56,6 +57,7 @@ class PublishTimings:
     send_s: float = 0.0
     load_s: float = 0.0
     pause_s: float = 0.0
+    settle_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -250,9 +252,8 @@ class WeightPublisher:
         pause_s = max(sum(seconds for part, seconds in ack.seconds.items() if part != "stage") for ack in acks)
         text = "version %d at %d generators: form %.3f s, send %.3f s, load %.3f s, paused %.3f s"
         self.log.info(text, self._version, len(acks), form_s, send_s, load_s, pause_s)
-        return replace(
-            timings, members=timings.members + len(acks), form_s=form_s, send_s=send_s, load_s=load_s, pause_s=pause_s
-        )
+        timings = replace(timings, members=timings.members + len(acks), settle_s=group.link.settle_s)
+        return replace(timings, form_s=form_s, send_s=send_s, load_s=load_s, pause_s=pause_s)
 
     def _loaded(self, who: Identity) -> None:
         self._ever_loaded = True

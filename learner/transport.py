@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +13,20 @@ from learner.staging import Staged
 
 
 class Link(Protocol):
-    """One group of the sender and some generators. Methods block and may hang with a dead peer: run them watched."""
+    """One group of the sender and some generators. Methods block and may hang with a dead peer: run them watched.
+
+    `settle_s`: of the last `send`, the seconds from everything received to everybody ready.
+    """
 
     host: str
     port: int
+    settle_s: float
 
     def connect(self) -> None:
         """Return when all ranks have come; MissingRanksError where it is known who did not."""
 
     def send(self, staged: Staged) -> None:
-        """Send everything; return when every rank has received it."""
+        """Send everything; return when every rank has received it and is ready to change over to it."""
 
     def close(self) -> None:
         """Give the group up. Never blocks for long."""
@@ -31,7 +36,7 @@ class GlooLink:
     """Over `common.weightwire`, beside the learner's own torch.distributed group."""
 
     def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
-        self.host = host
+        self.host, self.settle_s = host, 0.0
         self._group = GlooGroup.listen(host, world_size, timeout_s)
         self.port = self._group.port
 
@@ -40,6 +45,9 @@ class GlooLink:
 
     def send(self, staged: Staged) -> None:
         send_buckets(self._group, staged.buckets())
+        received = time.monotonic()
+        self._group.barrier()
+        self.settle_s = time.monotonic() - received
 
     def close(self) -> None:
         self._group.close()
@@ -49,7 +57,7 @@ class NcclLink:
     """Over vLLM's PyNccl communicator and its packed broadcast: what vLLM's own `nccl` engine receives."""
 
     def __init__(self, host: str, world_size: int, bucket_bytes: int) -> None:
-        self.host, self.world_size, self.bucket_bytes = host, world_size, bucket_bytes
+        self.host, self.world_size, self.bucket_bytes, self.settle_s = host, world_size, bucket_bytes, 0.0
         self._device = torch.cuda.current_device()
         self._group: Any = None
         with socket.socket() as probe:  # vLLM's helper wants the port beforehand

@@ -26,6 +26,7 @@ from common.weightcontrol import STOP
 from common.wirepartial import decode_partial, encode_partial
 from generator.engine import Engine, Sampled
 from generator.responses import Interrupted, usable
+from generator.transfer import GlooInPlaceTransfer
 from generator.updates import WeightReceiver
 from learner.publisher import WeightPublisher
 
@@ -169,6 +170,17 @@ async def test_update_other_member_dies_engine_goes_on_and_gets_it_in_the_next_g
     timings = fleet.publisher.timings
     assert timings is not None and (timings.members, timings.dropped) == (1, 1)
     dying.close()
+
+
+async def test_staging_off_request_in_flight_goes_on_with_the_weights_received_in_place(fleet: Fleet) -> None:
+    await first_version(fleet, 25)
+    fleet.receiver._transfer = GlooInPlaceTransfer(fleet.engine)
+    request = asyncio.create_task(fleet.engine.sample("in place", PROMPTS[1], 4))
+    await fleet.publish(26)
+    assert len(await request) == 4
+    for sample in await fleet.engine.sample("in place, after", PROMPTS[2], 2):
+        assert sample.versions == (VersionRun(26, 0),)
+        assert np.abs(sample.logprobs - fleet.logprobs(26, PROMPTS[2], sample)).max() < 1e-3
 
 
 async def test_half_a_response_goes_on_elsewhere_and_every_token_keeps_its_own_weights(fleet: Fleet) -> None:
