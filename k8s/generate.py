@@ -1,6 +1,6 @@
 """Writes what the chart and the Kustomize base take from elsewhere, so that neither can fall behind.
 
-    python k8s/generate.py
+    python -m k8s.generate
 
 - `headrace/files/users.acl`: the users of a run's own Valkey, from `broker.acl`;
 - `base/*.yaml`: the chart's manifests with default values, less what Kustomize does in its own way: the namespace, the

@@ -53,7 +53,7 @@ def test_base_equals_the_chart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(generate.files()), ids=lambda path: path.name)
 def test_generated_file_is_current(path: Path) -> None:
-    assert path.read_text() == generate.files()[path], "out of date; run `python k8s/generate.py`"
+    assert path.read_text() == generate.files()[path], "out of date; run `python -m k8s.generate`"
 
 
 def test_kustomization_names_every_file_of_the_base() -> None:
