@@ -2,8 +2,8 @@
 
     python -m tests.k8s.dockerfiles k8s/images/Dockerfile.cpu FOLDER
 
-copies what the stage copies (as far as .dockerignore lets it) to FOLDER/src, and runs what it runs there, FOLDER/opt being
-/opt. So the environment of the image is made by the image's own steps, from nothing but its own context.
+copies what the stage copies (as .dockerignore lets it) to FOLDER/src, and runs what it runs there, FOLDER/opt
+being /opt. So the environment of the image is made by the image's own steps, from nothing but its own context.
 """
 
 from __future__ import annotations

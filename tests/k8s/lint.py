@@ -29,7 +29,7 @@ EXPLAINED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "CKV_K8S_15": (
         WORK,
-        "IfNotPresent: tags are versions, never latest (the chart refuses it), and pods restart while the registry is away",
+        "IfNotPresent: tags are versions (the chart refuses latest), and pods restart while the registry is away",
     ),
     "CKV_K8S_43": (WORK, "the digest is that of the user's registry: image.digest and valkey.image.digest"),
     "CKV_K8S_38": (("my-run-autoscaler",), "it patches the scale of one workload, and nothing else may get a token"),
