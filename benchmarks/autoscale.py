@@ -23,11 +23,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
 from broker.autoscale import Autoscaler, Consumed, Limits, Observation, Produced
+from broker.scaling import Pace
 
 BATCH = 64  # groups a step
 QUEUE = 4 * BATCH  # groups that can wait
@@ -63,38 +64,6 @@ WORKLOADS = {
 
 # The number of generators wanted, of an observation (None: the figures are missing) and the pods there are.
 Rule = Callable[[Observation | None, int], float]
-
-
-@dataclass
-class Hpa:
-    """Kubernetes' horizontal autoscaler for AverageValue with target 1 and the chart's behaviour: 10 % tolerance,
-    windows of 60 s up and 300 s down, at most doubling or four pods more a minute, a quarter less in two minutes."""
-
-    minimum: int
-    maximum: int
-    _wishes: deque[tuple[float, int]] = field(default_factory=deque)
-    _changes: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def sync(self, at: float, pods: int, value: float) -> int:
-        wanted = pods if abs(value / pods - 1) <= 0.1 else math.ceil(value)
-        wanted = min(self.maximum, max(self.minimum, wanted))
-        self._wishes.append((at, wanted))
-        while self._wishes[0][0] < at - 300:
-            self._wishes.popleft()
-        up = min(wish for since, wish in self._wishes if since >= at - 60)
-        down = max(wish for _, wish in self._wishes)
-        added = sum(n for since, n in self._changes if n > 0 and since > at - 60)
-        removed = -sum(n for since, n in self._changes if n < 0 and since > at - 120)
-        target = pods
-        if up > pods:
-            target = max(pods, min(up, max(2 * (pods - added), pods - added + 4)))
-        elif down < pods:
-            target = min(pods, max(down, math.floor((pods + removed) * 0.75)))
-        if target != pods:
-            self._changes.append((at, target - pods))
-        while self._changes and self._changes[0][0] < at - 120:
-            self._changes.popleft()
-        return target
 
 
 @dataclass(frozen=True)
@@ -136,7 +105,7 @@ class Simulation:
     def run(self) -> Outcome:
         self.random, self.total = random.Random(self.seed), self.hours * 3600
         self.pods = [_Pod(f"g{number}", 0.0, 0.0) for number in range(self.start)]
-        self.made, self.hpa, self.seen = self.start, Hpa(1, self.maximum), deque[Observation]()
+        self.made, self.pace, self.seen = self.start, Pace(1, self.maximum), deque[Observation]()
         self.waiting = self.finished = self.left = 0.0  # groups in the queue, groups without room, seconds of the step
         self.groups = self.unblocked_s = 0.0  # of a generator that was there all the time
         self.busy = self.starved = self.blocked = self.pod_s = 0.0
@@ -197,7 +166,7 @@ class Simulation:
 
     def _scale(self, at: float) -> None:
         counters = {
-            pod.name: Produced(0, 0)
+            pod.name: None
             if pod.groups is None
             else Produced(math.floor(self.groups - pod.groups), self.unblocked_s - pod.unblocked_s)
             for pod in self.pods
@@ -209,7 +178,7 @@ class Simulation:
             self.seen.popleft()
         blind = self.blind is not None and self.blind[0] <= at < self.blind[1]
         known = None if blind or self.seen[0].at > at - DELAY_S else self.seen[0]
-        target = self.hpa.sync(at, len(self.pods), self.rule(known, len(self.pods)))
+        target = self.pace.step(at, len(self.pods), self.rule(known, len(self.pods)))
         if target != len(self.pods):
             self.flips += self.direction * (target - len(self.pods)) < 0
             self.direction = target - len(self.pods)

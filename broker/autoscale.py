@@ -72,14 +72,14 @@ class Observation:
         at: seconds on a clock that never goes back.
         backlog: groups that wait for the learner.
         capacity: groups that can wait at most: the release budget less what is being sampled and trained.
-        generators: living generators, those that load included, and their counters.
-        learner: None while none is alive.
+        generators: living generators and their counters; None for those that load or drain.
+        learner: None while none is alive, or it does not count yet.
     """
 
     at: float
     backlog: int
     capacity: int
-    generators: Mapping[str, Produced]
+    generators: Mapping[str, Produced | None]
     learner: Consumed | None
 
 
@@ -150,8 +150,10 @@ class Autoscaler:
         groups = seconds = 0.0
         for name, counters in now.generators.items():
             old = before.generators.get(name)
-            if old is None or counters.groups < old.groups or counters.unblocked_s < old.unblocked_s:
-                continue  # new, or started again under its name
+            if counters is None or old is None:
+                continue
+            if counters.groups < old.groups or counters.unblocked_s < old.unblocked_s:
+                continue  # started again under its name
             groups += counters.groups - old.groups
             seconds += counters.unblocked_s - old.unblocked_s
         if seconds <= 0 or (groups == 0 and self._rate is None):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from common import settings
 from common.config import Config
@@ -21,6 +25,7 @@ from tests.k8s.manifests import (
     title,
 )
 
+ROOT = Path(__file__).parents[2]
 OURS = ("coordinator", "generator", "learner", "autoscaler")
 
 
@@ -342,3 +347,19 @@ def test_monitoring_appears_where_the_cluster_has_it() -> None:
         assert len(of_kind(combination(name), "PrometheusRule")) == expected
     (rule,) = of_kind(combination("everything"), "PrometheusRule")
     assert 'run="gsm8k-7"' in rule["spec"]["groups"][0]["rules"][0]["expr"]
+
+
+def test_commands_are_ones_headrace_understands(name: str) -> None:
+    """The words of every container's command are parsed by the sub-command's own parser; nothing is started."""
+    for manifest, _, container in containers(combination(name)):
+        program, *arguments = container["command"]
+        if program != "headrace":
+            assert program in ("sh", "ray"), title(manifest)
+            continue
+        point = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["headrace.commands"]
+        module, _, attribute = point[arguments[0]].partition(":")
+        target = getattr(importlib.import_module(module), attribute)
+        single = target if isinstance(target, typer.Typer) else typer.Typer()
+        if single is not target:
+            single.command()(target)
+        typer.main.get_command(single).make_context("headrace", arguments[1:])

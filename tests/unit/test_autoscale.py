@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.autoscale import TARGETS, WORKLOADS, Hpa, Simulation, any_time, by_length, measure, ours
+from benchmarks.autoscale import TARGETS, WORKLOADS, Simulation, any_time, by_length, measure, ours
 from broker.autoscale import TRIM_S, Autoscaler, Consumed, Limits, Observation, Produced, Wish
+from broker.scaling import Pace
 
 BATCH, STEP_S, RATE = 64, 100.0, 0.08  # a fleet of 8 feeds this learner
 
@@ -202,11 +203,11 @@ def test_scaling_producers_by_their_queue_starves_the_learner() -> None:
     assert Simulation(WORKLOADS["speed"], by_length, seed=0).run().starved > 0.8
 
 
-def test_horizontal_autoscaler_waits_up_a_minute_down_five_and_takes_a_quarter_in_two_minutes() -> None:
-    up = Hpa(1, 32)
-    assert [up.sync(at, 8, value) for at, value in ((0, 8), (15, 16), (60, 16), (76, 16))] == [8, 8, 8, 16]
-    down = Hpa(1, 32)
-    down.sync(0, 16, 16)
-    assert [down.sync(at, 16, 4) for at in (15, 300, 301)] == [16, 16, 12]
-    assert [down.sync(at, 12, 4) for at in (316, 420)] == [12, 12]
-    assert down.sync(421, 12, 4) == 9
+def test_pace_waits_up_a_minute_down_five_and_takes_a_quarter_in_two_minutes() -> None:
+    up = Pace(1, 32)
+    assert [up.step(at, 8, value) for at, value in ((0, 8), (15, 16), (60, 16), (76, 16))] == [8, 8, 8, 16]
+    down = Pace(1, 32)
+    down.step(0, 16, 16)
+    assert [down.step(at, 16, 4) for at in (15, 300, 301)] == [16, 16, 12]
+    assert [down.step(at, 12, 4) for at in (316, 420)] == [12, 12]
+    assert down.step(421, 12, 4) == 9
