@@ -16,6 +16,7 @@ from types import FrameType
 
 from broker.evaluator import Evaluator
 from broker.feeder import Feeder
+from broker.meeting import open_store
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
 from broker.store import Broker
@@ -36,6 +37,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
     """
     log = logging.setup(config.run.run_id, "broker")
     broker = Broker.connect(config)
+    store = open_store()  # lives as long as this function
     with stop_signal(stopping) as stop:
         try:
             tokenizer = load_tokenizer(config)
@@ -47,6 +49,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             _serve(broker, feeder, evaluator, stop, log)
         finally:
             broker.close()
+            del store
     return 0
 
 

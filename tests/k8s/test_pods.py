@@ -249,6 +249,9 @@ def test_learner_is_elastic_and_meets_at_the_coordinator() -> None:
     assert environ["PET_RDZV_ENDPOINT"] == "my-run-coordinator:29400"
     assert "is_host=false" in environ["PET_RDZV_CONF"].split(",")
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    # Ranks may use nearly all of the grace period; torchrun would kill them after 30 s.
+    grace = pod("everything", "learner")[0]["terminationGracePeriodSeconds"]
+    assert int(environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == grace - 10 == 590
     assert configuration("everything", "learner").weights.host == "10.0.0.7"
     service = of_kind(combination("everything"), "Service", "-learner")[0]["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
@@ -363,3 +366,9 @@ def test_commands_are_ones_headrace_understands(name: str) -> None:
         if single is not target:
             single.command()(target)
         typer.main.get_command(single).make_context("headrace", arguments[1:])
+
+
+def test_store_of_the_learner_is_the_coordinators() -> None:
+    port = environment("minimal", "coordinator")["HEADRACE_STORE_PORT"]
+    assert environment("minimal", "learner")["PET_RDZV_ENDPOINT"] == f"my-run-coordinator:{port}"
+    assert {"name": "store", "containerPort": int(port)} in pod("minimal", "coordinator")[1]["ports"]
