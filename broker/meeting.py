@@ -1,7 +1,7 @@
 """Where the nodes of an elastic learner meet: torchrun's store, in the broker service.
 
-In one of the learner's nodes it would make that node the one that must not die: the others end with it. Here it survives
-the loss of any of them. It holds nothing but the rendezvous in progress, so losing it costs the learner a restart.
+In one of the learner's nodes it would make that node the one that must not die, since the others end with it. Here it
+outlives any of them. It holds nothing but the rendezvous in progress, so losing it costs the learner a restart.
 """
 
 from __future__ import annotations

@@ -5,14 +5,24 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
+import helm_python
 import pytest
 
+from k8s import chart
 from tests.k8s import manifests
 from tests.k8s.manifests import COMBINATIONS, VERSIONS, combination, of_kind
 
 
 def test_there_are_twelve_combinations() -> None:
     assert len(COMBINATIONS) >= 12
+
+
+def test_chart_lints(name: str) -> None:
+    values = manifests.values_of(COMBINATIONS[name])
+    for version in VERSIONS:
+        report = helm_python.lint(chart.CHART, values, strict=True, kube_version=f"v{version}.0")
+        assert report["errors"] == []
+        assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
