@@ -105,6 +105,7 @@ class Simulation:
     def run(self) -> Outcome:
         self.random, self.total = random.Random(self.seed), self.hours * 3600
         self.pods = [_Pod(f"g{number}", 0.0, 0.0) for number in range(self.start)]
+        self.loading = list(self.pods)
         self.made, self.pace, self.seen = self.start, Pace(1, self.maximum), deque[Observation]()
         self.waiting = self.finished = self.left = 0.0  # groups in the queue, groups without room, seconds of the step
         self.groups = self.unblocked_s = 0.0  # of a generator that was there all the time
@@ -121,6 +122,7 @@ class Simulation:
                 for pod in self.random.sample(self.pods, max(1, len(self.pods) // 5)):
                     self.pods.remove(pod)
                     self._add(at)  # the Deployment makes it anew
+                self.loading = [pod for pod in self.pods if pod.groups is None]
             if at % SYNC_S == 0:
                 self._scale(at)
         hours = self.pod_s / 3600
@@ -128,12 +130,11 @@ class Simulation:
         return Outcome(*shares, self.flips, self.steps, hours, self.largest)
 
     def _generate(self, at: float) -> None:
-        serving = 0
-        for pod in self.pods:
+        for pod in self.loading:
             if pod.ready_at <= at:
-                serving += 1
-                if pod.groups is None:
-                    pod.groups, pod.unblocked_s = self.groups, self.unblocked_s
+                pod.groups, pod.unblocked_s = self.groups, self.unblocked_s
+        self.loading = [pod for pod in self.loading if pod.groups is None]
+        serving = len(self.pods) - len(self.loading)
         self.pod_s += self.dt * len(self.pods)
         if not serving:
             return
@@ -185,6 +186,7 @@ class Simulation:
         while len(self.pods) < target:
             self._add(at)
         del self.pods[target:]
+        self.loading = [pod for pod in self.pods if pod.groups is None]
         self.largest = max(self.largest, target)
 
     def _add(self, at: float) -> None:
