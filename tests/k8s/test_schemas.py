@@ -19,10 +19,9 @@ def test_there_are_twelve_combinations() -> None:
 
 def test_chart_lints(name: str) -> None:
     values = manifests.values_of(COMBINATIONS[name])
-    for version in VERSIONS:
-        report = helm_python.lint(chart.CHART, values, strict=True, kube_version=f"v{version}.0")
-        assert report["errors"] == []
-        assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
+    report = helm_python.lint(chart.CHART, values, strict=True, kube_version=f"v{VERSIONS[-1]}.0")
+    assert report["errors"] == []
+    assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     process.communicate(timeout=10)
 
 
-def client(folder: Path, user: str, password: str) -> redis.Redis:
+def client(folder: Path, user: str | None, password: str | None) -> redis.Redis:
     # redis-py would try a refused password again.
     options = {"username": user, "password": password, "retry": Retry(NoBackoff(), 0)}
     return redis.Redis(unix_socket_path=f"{folder}/s", decode_responses=True, **options)
@@ -78,7 +78,7 @@ def test_each_role_gets_its_rights_and_no_more(server: Path) -> None:
 
 def test_nobody_comes_in_without_a_password_and_the_probe_may_only_ping(server: Path) -> None:
     with pytest.raises(redis.exceptions.AuthenticationError):
-        redis.Redis(unix_socket_path=f"{server}/s").ping()
+        client(server, None, None).ping()
     with pytest.raises(redis.exceptions.AuthenticationError):
         client(server, "headrace-learner", "wrong").ping()
     probe = client(server, "headrace-probe", "probe")
