@@ -107,6 +107,8 @@ def test_what_pods_mount_and_who_they_are_is_part_of_the_release(name: str) -> N
 
 def test_labels_are_those_of_the_convention(name: str) -> None:
     for each in combination(name):
+        for template in pod_templates(each):
+            assert not {"app.kubernetes.io/version", "helm.sh/chart"} & template["metadata"]["labels"].keys()
         labels = each["metadata"]["labels"]
         for field in ("name", "instance", "component", "part-of", "version", "managed-by"):
             assert labels[f"app.kubernetes.io/{field}"], title(each)
@@ -152,6 +154,26 @@ def test_external_redis_reaches_the_configuration() -> None:
     spec, _ = pod("external-cluster", "learner")
     assert next(v for v in spec["volumes"] if v["name"] == "redis")["secret"]["items"][0]["key"] == "password"
     assert of_kind(combination("external-tls"), "StatefulSet", "-valkey") == []
+
+
+def test_no_variable_is_there_twice(name: str) -> None:
+    for manifest, _, container in containers(combination(name)):
+        names = [variable["name"] for variable in container.get("env", ())]
+        assert len(names) == len(set(names)), title(manifest)
+
+
+def test_variables_of_ones_own_win_over_overrides_and_these_over_the_charts() -> None:
+    values = {
+        "run": RUN.read_text(),
+        "overrides": {"broker.user": "mine", "weights.host": "10.1.1.1", "run.dir": "/a"},
+        "learner": {"extraEnv": [{"name": "HEADRACE__RUN__DIR", "value": "/b"}]},
+    }
+    manifests = tuple(parse(text) for text in chart.render(values, "my-run", "rl"))
+    (learner,) = of_kind(manifests, "StatefulSet", "-learner")
+    environ = {each["name"]: each.get("value") for each in pod_templates(learner)[0]["spec"]["containers"][0]["env"]}
+    assert environ["HEADRACE__BROKER__USER"] == '"mine"'
+    assert environ["HEADRACE__WEIGHTS__HOST"] == '"10.1.1.1"'
+    assert environ["HEADRACE__RUN__DIR"] == "/b"
 
 
 def test_overrides_win_over_the_file() -> None:

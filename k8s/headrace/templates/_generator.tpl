@@ -20,9 +20,7 @@ spec:
     - name: generator
       {{- include "headrace.container" $me | nindent 6 }}
       command: {{- toYaml $command | nindent 8 }}
-      env:
-        - {name: HEADRACE_GENERATOR_ID, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
-        {{- include "headrace.env" $me | nindent 8 }}
+      env: {{- include "headrace.lastOfEach" (include "headrace.generatorEnv" $me) | nindent 8 }}
       {{- if $probes }}
       {{- include "headrace.probes" $me | nindent 6 }}
       {{- end }}

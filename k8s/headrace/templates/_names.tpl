@@ -34,10 +34,15 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{- define "headrace.labels" -}}
-{{- $root := index . 0 -}}
+{{/* Of pods: nothing that changes with a version, or an upgrade would restart those that it does not concern. */}}
+{{- define "headrace.podLabels" -}}
 {{ include "headrace.selector" . }}
 app.kubernetes.io/part-of: headrace
+{{- end -}}
+
+{{- define "headrace.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "headrace.podLabels" . }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}

@@ -4,7 +4,7 @@ context and the component. */}}
 {{- define "headrace.podMeta" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 labels:
-  {{- include "headrace.labels" . | nindent 2 }}
+  {{- include "headrace.podLabels" . | nindent 2 }}
 annotations:
   # A changed file reaches the processes by new pods.
   checksum/run: {{ $root.Values.run | sha256sum }}
@@ -121,6 +121,18 @@ capabilities: {drop: [ALL]}
 {{- with (get $root.Values $component | default dict).extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* A list of variables, YAML, each name once: the last one, which is the user's. Applying by the server refuses twins. */}}
+{{- define "headrace.lastOfEach" -}}
+{{- $seen := dict -}}{{- $kept := list -}}
+{{- range reverse (fromYamlArray .) -}}
+{{- if not (hasKey $seen .name) -}}
+{{- $_ := set $seen .name true -}}
+{{- $kept = prepend $kept . -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $kept -}}
 {{- end -}}
 
 {{- define "headrace.mounts" -}}
