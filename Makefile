@@ -14,10 +14,10 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test chaos learn lint docs clean
+.PHONY: help venv runtime runtime-packages quickstart test chaos learn lint docs k8s-test k8s-generate clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo
 	@echo "  With a GPU: make venv REQUIREMENTS=requirements/gpu.txt VENV=.venv-gpu"
 
@@ -43,6 +43,17 @@ $(STAMP): $(REQUIREMENTS) requirements/dev.txt pyproject.toml
 	  echo "error: pip chose the CUDA build of torch. Remove $(VENV) and run: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv" >&2; exit 1; }
 	@echo '$(REQUIREMENTS)' > $@
 
+# What the images are built with: complete, but without the tests' packages and the working tree. In two steps, so that a changed
+# line of code does not install torch again.
+runtime-packages:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-compile -r $(REQUIREMENTS)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
+runtime: ## Finish an environment to ship (after make runtime-packages; VENV=, REQUIREMENTS=)
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation .
+	$(BIN)/headrace config schema > /dev/null
+
 quickstart: $(STAMP) ## Train a small real model on two CPU cores and see it get better
 	$(BIN)/python examples/quickstart.py
 
@@ -65,6 +76,20 @@ lint: $(STAMP) ## Ruff, mypy and the arrows between the packages
 
 docs: $(STAMP) ## Write docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python docs/generate.py
+
+# The linters live in an environment of their own: checkov wants older versions of what headrace uses.
+K8S_VENV ?= .venv-k8s
+$(K8S_VENV)/.stamp: requirements/k8s-lint.txt
+	test -x $(K8S_VENV)/bin/python || $(PYTHON) -m venv $(K8S_VENV)
+	$(K8S_VENV)/bin/pip install --disable-pip-version-check -q --no-deps -r requirements/k8s-lint.txt
+	touch $@
+
+k8s-test: $(STAMP) $(K8S_VENV)/.stamp ## Chart, Kustomize base, images: schemas, equality, security
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/k8s tests/unit/test_autoscale.py
+	$(BIN)/python -m tests.k8s.lint $(K8S_VENV)/bin
+
+k8s-generate: $(STAMP) ## Write the Kustomize base and the ACL file from the chart and the code
+	$(BIN)/python -m k8s.generate
 
 clean: ## Remove caches and build products; the environment, models and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

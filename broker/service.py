@@ -66,7 +66,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
     log = logging.setup(config.run.run_id, "broker")
     broker = Broker.connect(config)
     watch = Watch(config)
-    with _stop_signal(stopping) as stop, watch:
+    with stop_signal(stopping) as stop, watch:
         try:
             tokenizer = load_tokenizer(config)
             feeder = Feeder(broker, open_source(config.prompts, config, tokenizer), log)
@@ -148,7 +148,8 @@ def _tick(broker: Broker, feeder: Feeder, member_id: str, log: Logger) -> None:
 
 
 @contextmanager
-def _stop_signal(given: threading.Event | None) -> Iterator[threading.Event]:
+def stop_signal(given: threading.Event | None) -> Iterator[threading.Event]:
+    """`given`, else an event that SIGTERM and SIGINT set (in the main thread only)."""
     if given is not None:
         yield given
         return

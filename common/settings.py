@@ -33,7 +33,7 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] |
     Raises:
         ConfigError: one line per mistake, each with the field, the value and what would be right.
     """
-    return resolve(_read(path), str(path), overrides, environ)
+    return resolve(read(path), str(path), overrides, environ)
 
 
 def resolve(
@@ -46,7 +46,7 @@ def resolve(
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator and key.endswith((".yaml", ".yml")):
-            _lay_over(tree, _read(Path(key)))
+            _lay_over(tree, read(Path(key)))
             continue
         if not separator or not key:
             raise ConfigError(
@@ -61,7 +61,8 @@ def resolve(
         raise ConfigError("\n".join(lines)) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """A YAML file's top level. Raises ConfigError where it cannot be read or holds no mapping."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("common", "broker", "generator", "learner")
+ROOMS = ("common", "broker", "generator", "learner", "k8s")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -25,7 +25,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def rooms_with(folder: Path, importer: str, imported: str) -> Path:
-    """Four packages, of which one imports another, not at the top level but inside a function."""
+    """The rooms as packages, of which one imports another, not at the top level but inside a function."""
     for room in ROOMS:
         (folder / room).mkdir()
         (folder / room / "__init__.py").touch()
@@ -48,6 +48,10 @@ def test_rooms_import_only_along_the_arrows() -> None:
         ("broker", "learner"),
         ("generator", "learner"),
         ("learner", "generator"),
+        ("common", "k8s"),
+        ("broker", "k8s"),
+        ("generator", "k8s"),
+        ("k8s", "learner"),
     ],
 )
 def test_import_against_an_arrow_is_found(tmp_path: Path, importer: str, imported: str) -> None:
