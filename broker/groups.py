@@ -120,8 +120,8 @@ class GroupQueue(Link):
         k = self.keys
         keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries]
         ids, entries = [each.group.group_id for each in trained], [each.entry_id for each in trained]
-        step = "" if version is None else version
-        args = [learner_group(epoch), epoch, step, len(ids), *ids, *entries, *settled]
+        args: list[str | bytes | int] = [learner_group(epoch), epoch, "" if version is None else version]
+        args += [len(ids), *ids, *entries, *settled]
         return int(self._run("train", keys, args))
 
     def _delivery(self, entry_id: str, group_id: str, payload: bytes, origin: int) -> Delivery:
