@@ -167,7 +167,7 @@ class Learner:
             self._publish(publisher)
             while self.version < self.config.learner.max_steps and not self.stopping.is_set():
                 self._settle()
-                # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
+                # With something to settle, look often whether a save has ended, or producers wait for room.
                 idle_s = ranks.IDLE_S if self.settling.all_settled else self.config.broker.heartbeat_s
                 batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
                 early = self._early(pressed)
