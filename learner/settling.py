@@ -56,21 +56,22 @@ class Settling:
 
     def trained(self, version: int, batch: Batch) -> None:
         """The optimizer steps that made `version` trained the batch. FencedError: a newer learner took over."""
-        self._broker.step(self._epoch, version, batch.deliveries)
-        self._settled_at.update(dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries))
-        if self._settle_on == "step":
-            self._settle(self.ids)
+        fresh = dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries)
+        settle = (*self._settled_at, *fresh) if self._settle_on == "step" else ()
+        settled = self._broker.step(self._epoch, version, batch.deliveries, settle)
+        self._settled_at.update(fresh)
+        if settle:
+            self._forget(settle, settled)
 
     def saved(self, kind: Kind, named: Sequence[str]) -> None:
         """A snapshot or checkpoint that names these groups is durable. FencedError as `trained`."""
         if kind == "checkpoint" or self._settle_on != "checkpoint":
-            self._settle(named)
+            self._forget(named, self._broker.settle(self._epoch, named))
 
-    def _settle(self, named: Sequence[str]) -> None:
-        """Settle these, and forget those that the broker cannot lose any more."""
+    def _forget(self, named: Sequence[str], settled: int) -> None:
+        """These were settled, so many of them just now: forget those that the broker cannot lose any more."""
         now, known = time.monotonic(), [group_id for group_id in named if group_id in self._settled_at]
-        fresh = sum(self._settled_at[group_id] is None for group_id in known)
-        lost = self._broker.settle(self._epoch, known) > fresh
+        lost = settled > sum(self._settled_at[group_id] is None for group_id in known)
         for group_id in known:
             at = self._settled_at[group_id]
             if at is None or lost:  # the server had forgotten an earlier settling, maybe more than one
