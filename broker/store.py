@@ -2,7 +2,8 @@
 
 Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
 (`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), what an
-elastic learner's nodes must know (`broker.elastic`), and the readings below. Every write is one atomic script that is safe to send twice.
+elastic learner's nodes must know (`broker.elastic`), and the readings below. Every write is one atomic script that is
+safe to send twice.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Learner:
         return self.version >= self.config.learner.max_steps
 
     def run(self) -> bool:
-        """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the run
-        is complete."""
+        """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the
+        run is complete."""
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         self._startup.mark("group")
         self.trainer = Trainer(self.config)
@@ -324,7 +324,7 @@ class Learner:
         saved = self._save_last()
         self._tell([Share("stop")] * dist.get_world_size())
         if not saved:
-            raise HeadraceError(f"version {self.version} has no checkpoint: the log says why; resume when that is mended")
+            raise HeadraceError(f"version {self.version} has no checkpoint: see the log; resume when that is mended")
         if self.complete:
             try:
                 publisher.wait(self.config.weights.timeout_s)

@@ -57,23 +57,22 @@ class Settling:
     def trained(self, version: int, batch: Batch) -> None:
         """The optimizer steps that made `version` trained the batch. FencedError: a newer learner took over."""
         fresh = dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries)
-        at_once = self._settle_on == "step"
-        settled = self._broker.step(self._epoch, version, batch.deliveries, (*self.ids, *fresh) if at_once else ())
+        settle = (*self._settled_at, *fresh) if self._settle_on == "step" else ()
+        settled = self._broker.step(self._epoch, version, batch.deliveries, settle)
         self._settled_at.update(fresh)
-        if at_once:
-            self._forget(self.ids, settled)
+        if settle:
+            self._forget(settle, settled)
 
     def saved(self, kind: Kind, named: Sequence[str]) -> None:
         """A snapshot or checkpoint that names these groups is durable. FencedError as `trained`."""
         if kind == "checkpoint" or self._settle_on != "checkpoint":
-            known = [group_id for group_id in named if group_id in self._settled_at]
-            self._forget(known, self._broker.settle(self._epoch, known))
+            self._forget(named, self._broker.settle(self._epoch, named))
 
     def _forget(self, named: Sequence[str], settled: int) -> None:
-        """These are settled, so many of them just now: forget those that the broker cannot lose any more."""
-        now, fresh = time.monotonic(), sum(self._settled_at[group_id] is None for group_id in named)
-        lost = settled > fresh
-        for group_id in named:
+        """These were settled, so many of them just now: forget those that the broker cannot lose any more."""
+        now, known = time.monotonic(), [group_id for group_id in named if group_id in self._settled_at]
+        lost = settled > sum(self._settled_at[group_id] is None for group_id in known)
+        for group_id in known:
             at = self._settled_at[group_id]
             if at is None or lost:  # the server had forgotten an earlier settling, maybe more than one
                 self._settled_at[group_id] = now
