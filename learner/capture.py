@@ -7,7 +7,8 @@ one needs the folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,28 +103,28 @@ class Stored:
         for engine, fragments in engines.items():
             fragments.make_state(self.state.steps[engine])
             for kind, file in files_of(engine).items():
-                self._read(file, lambda read, fragments=fragments, kind=kind: fragments.spread(kind, read, self.source))
+                with self._reader(file) as read:
+                    fragments.spread(kind, read, self.source)
             fragments.publish()
         rows = {
             name: torch.empty(shape, dtype=torch.uint8, device=_device()) for name, shape in self.shapes[RNG].items()
         }
 
-        def spread(read: Callable[[str], Tensor] | None) -> None:
+        with self._reader(RNG) as read:
             for name, row in rows.items():
                 if read is not None:
                     row.copy_(read(name))
                 dist.broadcast(row, src=self.source)
-
-        self._read(RNG, spread)
         rng.restore({name: row.cpu() for name, row in rows.items()}, seed, self.state.version)
 
-    def _read(self, file: str, use: Callable[[Callable[[str], Tensor] | None], None]) -> None:
-        """Call `use` with a reader of the file's tensors, one at a time; with None on ranks that do not read."""
+    @contextmanager
+    def _reader(self, file: str) -> Iterator[Callable[[str], Tensor] | None]:
+        """Reads the file's tensors, one at a time; None on ranks that do not read."""
         if self.folder is None:
-            use(None)
+            yield None
             return
         with safe_open(self.folder / file, framework="pt") as tensors:
-            use(tensors.get_tensor)
+            yield tensors.get_tensor
 
 
 def _device() -> str:

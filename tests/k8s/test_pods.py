@@ -266,7 +266,8 @@ def test_learner_is_elastic_and_meets_at_the_coordinator() -> None:
     manifest = of_kind(combination("everything"), "StatefulSet", "-learner")[0]
     environ = environment("everything", "learner")
     assert manifest["spec"]["podManagementPolicy"] == "Parallel"
-    elastic = {name: environ[f"HEADRACE__LEARNER__ELASTIC__{name}"] for name in ("MIN_NODES", "MAX_NODES", "STORE_HOST")}
+    names = ("MIN_NODES", "MAX_NODES", "STORE_HOST")
+    elastic = {name: environ[f"HEADRACE__LEARNER__ELASTIC__{name}"] for name in names}
     assert elastic == {"MIN_NODES": "1", "MAX_NODES": "4", "STORE_HOST": "my-run-coordinator"}
     assert environ["HEADRACE__LEARNER__RANKS"] == "8"
     # Ranks may use nearly all of the grace period to finish their step and save.
