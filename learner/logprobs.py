@@ -2,8 +2,8 @@
 
 Promises: the numbers (and gradients) equal those of one unpadded forward pass per sequence; softmax and entropy are
 computed in float32 (float64 for a float64 model) from logits divided by the sampling temperature, a chunk of tokens at
-a time; logits exist for response tokens only. Everything goes through the model's own forward, so a DeepSpeed engine of
-any ZeRO stage may stand in for the model.
+a time; logits exist for response tokens only, and for a chunk of them only where the head is fused (`learner.head`).
+Everything goes through the model's own forward, so a DeepSpeed engine of any ZeRO stage may stand in for the model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from learner.head import FusedHead, Wanted
 from learner.packing import Packed
 
 
@@ -39,7 +40,7 @@ def check_packable(model_config: Any, longest: int) -> None:
 
 
 def packed_logprobs(
-    model: nn.Module, packed: Packed, temperature: float, chunk: int = 1024, entropy_gradient: bool = False
+    model: nn.Module, packed: Packed, temperature: float, chunk: int | None = None, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every target of a packed row, and the entropy at it.
 
@@ -47,7 +48,7 @@ def packed_logprobs(
         model: causal LM (or an engine around it) with attn_implementation "sdpa", called with HF's arguments.
         packed: a row of `learner.packing.plan`.
         temperature: the sampler's.
-        chunk: tokens whose float32 logits exist at the same time.
+        chunk: tokens whose float32 logits exist at the same time; None: what suits the head.
         entropy_gradient: whether entropy carries a gradient too.
 
     Returns:
@@ -57,8 +58,13 @@ def packed_logprobs(
     predict_from, targets = (
         torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
     )
-    output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
-    return token_logprobs(output.logits[0], targets, temperature, chunk, entropy_gradient)
+    fused = getattr(model, "module", model).get_output_embeddings().forward
+    if not isinstance(fused, FusedHead):
+        output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
+        return token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient)
+    fused.wanted = Wanted(targets, temperature, chunk, entropy_gradient)
+    logp, entropy = model(**row_inputs(packed, device), logits_to_keep=predict_from).logits[0].unbind(-1)
+    return logp, entropy if entropy_gradient else entropy.detach()
 
 
 def row_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:

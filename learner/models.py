@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
+from learner.head import fuse_head
 from learner.logprobs import check_packable, float32_head
 
 
@@ -29,6 +30,7 @@ def causal_model(config: Config, path: str) -> Any:
     check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
     if config.learner.dtype != "float32":
         float32_head(model)
+    fuse_head(model)
     return model
 
 
