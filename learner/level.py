@@ -84,12 +84,14 @@ def _exchange(heavy: _Row, light: _Row, limit: int) -> tuple[_Row, _Row] | None:
 def _prices(responses: Sequence[_Response], other: _Row) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Cost and tokens that each response takes from its row by leaving, and those it brings to `other`; (2, responses)
     each. The last of its group takes the prompt along; the first brings it."""
-    there = {part.group.group_id for part in other.parts}
+    there = {part.group.group_id: part for part in other.parts}
     leave, arrive = np.zeros((2, len(responses))), np.zeros((2, len(responses)))
     for index, (part, sequence) in enumerate(responses):
-        prompt, length = len(part.group.prompt_ids), sequence.tokens
-        own = row_cost(length, length * (length + 2 * prompt))
-        whole = own + row_cost(prompt)
-        leave[:, index] = (whole, length + prompt) if len(part.sequences) == 1 else (own, length)
-        arrive[:, index] = (own, length) if part.group.group_id in there else (whole, length + prompt)
+        gone = sequence.tokens if len(part.sequences) > 1 else part.tokens
+        leave[:, index] = part.cost - row_cost(part.tokens - gone), gone
+        if found := there.get(part.group.group_id):
+            arrive[:, index] = row_cost(found.tokens + sequence.tokens) - found.cost, sequence.tokens
+        else:
+            whole = len(part.group.prompt_ids) + sequence.tokens
+            arrive[:, index] = row_cost(whole), whole
     return leave, arrive

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import mul
 from typing import NamedTuple
 
 from learner.batch import TrainGroup, TrainSequence
 
-# Cost of a token, where attention costs 1 for half a pair of tokens. About right for a 7B model (6 x hidden size), and
-# only the shape matters: rows of a lock-step should cost the same.
+# Cost of a token, where attention over a block of n tokens costs n^2 (`learner.attention`). About right for a 7B model
+# (6 x hidden size), and only the shape matters: rows of a lock-step should cost the same.
 LINEAR_COST = 24_576.0
 
 
-def row_cost(tokens: int, pairs: int | None = None) -> float:
-    """Cost of forward and backward, in units without meaning: linear + quadratic.
-
-    Args:
-        tokens: to compute.
-        pairs: twice those of a token and one that it attends to; None: all are one sequence, which makes it tokens^2.
-    """
-    return LINEAR_COST * tokens + float(tokens**2 if pairs is None else pairs)
+def row_cost(tokens: int) -> float:
+    """Cost of forward and backward over one block of tokens, in units without meaning: linear + quadratic."""
+    return LINEAR_COST * tokens + float(tokens) ** 2
 
 
 class Part(NamedTuple):
@@ -37,10 +31,8 @@ class Part(NamedTuple):
     def of(cls, group: TrainGroup, sequences: Sequence[TrainSequence], lengths: Sequence[int] | None = None) -> Part:
         if lengths is None:
             lengths = [len(sequence.token_ids) for sequence in sequences]
-        prompt, answered = len(group.prompt_ids), sum(lengths)
-        squares = sum(map(mul, lengths, lengths))
-        tokens = prompt + answered
-        return cls(group, sequences, lengths, tokens, row_cost(tokens, prompt * (prompt + 2 * answered) + squares))
+        tokens = len(group.prompt_ids) + sum(lengths)
+        return cls(group, sequences, lengths, tokens, row_cost(tokens))
 
 
 def merge(parts: Sequence[Part]) -> list[Part]:

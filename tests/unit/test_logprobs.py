@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_inputs import VOCABULARY, float64_model, make_config, make_group, tiny_model
 from torch import nn
+from transformers import AttentionInterface
 
 from common.errors import ConfigError
+from learner import attention, logprobs
 from learner.batch import Step, build_step
 from learner.head import FusedHead, fuse_head, head_logprobs
 from learner.logprobs import check_packable, float32_head, packed_logprobs, token_logprobs
@@ -63,6 +65,32 @@ def run(model: nn.Module, rows: list[Packed], objective: Any = None) -> tuple[fl
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("make", [tiny_model, float64_model])
+def test_block_attention_equals_the_mask_of_the_whole_row_in_value_and_gradient(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "SMALL_BLOCK", 1)
+    called = []
+
+    def watched(*arguments: Any, blocks: Any = None, **options: Any) -> Any:
+        called.append(len(blocks))
+        return attention.block_attention(*arguments, blocks=blocks, **options)
+
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    [row] = plan(make_step(), 1, 10_000)[0]
+    results = []
+    for name in ("sdpa", attention.register()):
+        AttentionInterface.register(attention.NAME, watched)
+        model = make()
+        model.set_attn_implementation(name)
+        logp, _ = packed_logprobs(model, row, TEMPERATURE)
+        logp.sum().backward()
+        results.append([logp, *(p.grad for p in model.parameters())])
+    assert called == [3, 3]  # groups, in each of two layers
+    for ours, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5 * float(wanted.detach().abs().max()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
