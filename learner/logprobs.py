@@ -63,7 +63,7 @@ def packed_logprobs(
     predict_from, targets = (
         torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
     )
-    fused = getattr(model, "module", model).get_output_embeddings().forward
+    fused = getattr(getattr(model, "module", model).get_output_embeddings(), "forward", None)
     if not isinstance(fused, FusedHead):
         output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
         return token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient)
