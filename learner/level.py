@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.batch import TrainSequence
-from learner.parts import Part, row_cost
+from learner.parts import Part, response_cost, row_cost
 
 _EVEN = 5e-4  # a heaviest row this little above the mean is even
 _GAIN = 5e-5  # of the heaviest row; a smaller improvement is none
@@ -84,14 +84,12 @@ def _exchange(heavy: _Row, light: _Row, limit: int) -> tuple[_Row, _Row] | None:
 def _prices(responses: Sequence[_Response], other: _Row) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Cost and tokens that each response takes from its row by leaving, and those it brings to `other`; (2, responses)
     each. The last of its group takes the prompt along; the first brings it."""
-    there = {part.group.group_id: part for part in other.parts}
+    there = {part.group.group_id for part in other.parts}
     leave, arrive = np.zeros((2, len(responses))), np.zeros((2, len(responses)))
     for index, (part, sequence) in enumerate(responses):
-        gone = sequence.tokens if len(part.sequences) > 1 else part.tokens
-        leave[:, index] = part.cost - row_cost(part.tokens - gone), gone
-        if found := there.get(part.group.group_id):
-            arrive[:, index] = row_cost(found.tokens + sequence.tokens) - found.cost, sequence.tokens
-        else:
-            whole = len(part.group.prompt_ids) + sequence.tokens
-            arrive[:, index] = row_cost(whole), whole
+        prompt, length = len(part.group.prompt_ids), sequence.tokens
+        own = response_cost(prompt, length), length
+        whole = own[0] + row_cost(prompt), own[1] + prompt
+        leave[:, index] = whole if len(part.sequences) == 1 else own
+        arrive[:, index] = own if part.group.group_id in there else whole
     return leave, arrive

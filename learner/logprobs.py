@@ -8,18 +8,15 @@ Everything goes through the model's own forward, so a DeepSpeed engine of any Ze
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from learner.attention import row_blocks
 from learner.head import FusedHead, Wanted
 from learner.packing import Packed
-
-SMALL_BLOCK = 256  # tokens
 
 
 def check_packable(model_config: Any, longest: int) -> None:
@@ -77,24 +74,13 @@ def row_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
     row = {name: torch.tensor(getattr(packed, name), dtype=torch.long, device=device)
            for name in ("input_ids", "position_ids", "group_of", "response_of")}  # fmt: skip
     seen = row_attention(row["group_of"], row["response_of"])[None, None]
-    cuts = _cuts(packed)
     return {
         "input_ids": row["input_ids"][None],
         "position_ids": row["position_ids"][None],
         "attention_mask": seen,
-        "blocks": tuple((first, end, seen[..., first:end, first:end]) for first, end in pairwise(cuts)),
+        "blocks": row_blocks(packed.group_of, packed.response_of, seen),
         "use_cache": False,
     }
-
-
-def _cuts(packed: Packed) -> list[int]:
-    """Where the row's blocks of whole groups begin, and its end. Small groups share a block, as calls cost, too."""
-    begins = np.flatnonzero(np.diff(packed.group_of, prepend=-1)).tolist()
-    cuts = [0]
-    for begin in begins:
-        if begin - cuts[-1] >= SMALL_BLOCK:
-            cuts.append(begin)
-    return [*cuts, len(packed.group_of)]
 
 
 def row_attention(group_of: Tensor, response_of: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from common.errors import ConfigError
-from learner import attention, logprobs
+from learner import attention
 from learner.batch import Step, build_step
 from learner.head import FusedHead, fuse_head, head_logprobs
 from learner.logprobs import check_packable, float32_head, packed_logprobs, token_logprobs
@@ -68,10 +68,12 @@ def run(model: nn.Module, rows: list[Packed], objective: Any = None) -> tuple[fl
 
 
 @pytest.mark.parametrize("make", [tiny_model, float64_model])
+@pytest.mark.parametrize(("small", "long", "blocks"), [(1, 1000, 3), (1, 20, 10), (1000, 1000, 1), (12, 26, 6)])
 def test_block_attention_equals_the_mask_of_the_whole_row_in_value_and_gradient(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, small: int, long: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "SMALL_BLOCK", 1)
+    monkeypatch.setattr(attention, "SMALL_BLOCK", small)
+    monkeypatch.setattr(attention, "LONG_GROUP", long)
     called = []
 
     def watched(*arguments: Any, blocks: Any = None, **options: Any) -> Any:
@@ -88,7 +90,7 @@ def test_block_attention_equals_the_mask_of_the_whole_row_in_value_and_gradient(
         logp, _ = packed_logprobs(model, row, TEMPERATURE)
         logp.sum().backward()
         results.append([logp, *(p.grad for p in model.parameters())])
-    assert called == [3, 3]  # groups, in each of two layers
+    assert called == [blocks, blocks]  # in each of two layers
     for ours, wanted in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5 * float(wanted.detach().abs().max()))
 

@@ -121,8 +121,11 @@ def responses(rows: list[list[Part]]) -> list[int]:
 
 def cost(row: list[Part]) -> float:
     """Counted anew: what is cached in the parts must be true."""
-    tokens = [len(part.group.prompt_ids) + sum(sequence.tokens for sequence in part.sequences) for part in row]
-    return sum(LINEAR_COST * block + block**2 for block in tokens)
+    return sum(
+        LINEAR_COST * (p + sum(lengths)) + p * p + sum(n * (n + p) for n in lengths)
+        for part in row
+        for p, lengths in [(len(part.group.prompt_ids), [sequence.tokens for sequence in part.sequences])]
+    )
 
 
 def test_level_one_whole_group_beside_an_idle_rank_halved() -> None:
