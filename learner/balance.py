@@ -41,7 +41,7 @@ def spread(sizes: Sequence[int], count: int, effort: int = EFFORT) -> list[list[
 
 
 def longest_first(sizes: Sequence[int]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # stable
 
 
 def deal(order: Sequence[int], sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -57,7 +57,7 @@ def deal(order: Sequence[int], sizes: Sequence[int], count: int) -> list[list[in
 
 def fills(bins: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
     """Tokens in every bin."""
-    return [sum(sizes[item] for item in items) for items in bins]
+    return [sum([sizes[item] for item in items]) for items in bins]
 
 
 def _relieve(bins: list[list[int]], fill: list[int], sizes: Sequence[int]) -> bool:

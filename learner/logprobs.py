@@ -2,8 +2,8 @@
 
 Promises: the numbers (and gradients) equal those of one unpadded forward pass per sequence; softmax and entropy are
 computed in float32 (float64 for a float64 model) from logits divided by the sampling temperature, a chunk of tokens at
-a time; logits exist for response tokens only. Everything goes through the model's own forward, so a DeepSpeed engine of
-any ZeRO stage may stand in for the model.
+a time; logits exist for response tokens only, and for a chunk of them only where the head is fused (`learner.head`).
+Everything goes through the model's own forward, so a DeepSpeed engine of any ZeRO stage may stand in for the model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from learner.attention import row_blocks
+from learner.head import FusedHead, Wanted
 from learner.packing import Packed
 
 
@@ -39,15 +41,16 @@ def check_packable(model_config: Any, longest: int) -> None:
 
 
 def packed_logprobs(
-    model: nn.Module, packed: Packed, temperature: float, chunk: int = 1024, entropy_gradient: bool = False
+    model: nn.Module, packed: Packed, temperature: float, chunk: int | None = None, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every target of a packed row, and the entropy at it.
 
     Args:
-        model: causal LM (or an engine around it) with attn_implementation "sdpa", called with HF's arguments.
+        model: causal LM (or an engine around it), called with HF's arguments; attn_implementation "sdpa" or that of
+            `learner.attention`.
         packed: a row of `learner.packing.plan`.
         temperature: the sampler's.
-        chunk: tokens whose float32 logits exist at the same time.
+        chunk: tokens whose float32 logits exist at the same time; None: what suits the head.
         entropy_gradient: whether entropy carries a gradient too.
 
     Returns:
@@ -57,18 +60,25 @@ def packed_logprobs(
     predict_from, targets = (
         torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
     )
-    output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
-    return token_logprobs(output.logits[0], targets, temperature, chunk, entropy_gradient)
+    fused = getattr(getattr(model, "module", model).get_output_embeddings(), "forward", None)
+    if not isinstance(fused, FusedHead):
+        output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
+        return token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient)
+    fused.wanted = Wanted(targets, temperature, chunk, entropy_gradient)
+    logp, entropy = model(**row_inputs(packed, device), logits_to_keep=predict_from).logits[0].unbind(-1)
+    return logp, entropy if entropy_gradient else entropy.detach()
 
 
 def row_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
-    """What a Hugging Face model is called with to compute a packed row."""
+    """What a Hugging Face model is called with to compute a packed row; `blocks` is for `learner.attention`."""
     row = {name: torch.tensor(getattr(packed, name), dtype=torch.long, device=device)
            for name in ("input_ids", "position_ids", "group_of", "response_of")}  # fmt: skip
+    seen = row_attention(row["group_of"], row["response_of"])[None, None]
     return {
         "input_ids": row["input_ids"][None],
         "position_ids": row["position_ids"][None],
-        "attention_mask": row_attention(row["group_of"], row["response_of"])[None, None],
+        "attention_mask": seen,
+        "blocks": row_blocks(packed.group_of, packed.response_of, seen),
         "use_cache": False,
     }
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
+from learner import attention
+from learner.head import fuse_head
 from learner.logprobs import check_packable, float32_head
 
 
@@ -23,12 +25,13 @@ def causal_model(config: Config, path: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.learner.dtype),
-        attn_implementation="sdpa",  # takes the block mask of a packed row
+        attn_implementation=attention.register(),  # knows the blocks of a packed row
         trust_remote_code=config.model.trust_remote_code,
     )
     check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
     if config.learner.dtype != "float32":
         float32_head(model)
+    fuse_head(model)
     return model
 
 

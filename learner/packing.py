@@ -8,21 +8,21 @@ without targets, so that collectives line up); every sequence with an unmasked t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import HeadraceError, WireError
+from common.errors import WireError
 from common.wire import pack, unpack
-from learner.balance import EFFORT, deal, fills, longest_first, spread
-from learner.batch import BoolArray, Float64Array, Int64Array, Step, TrainGroup, TrainSequence
-
-# Cost of a row of T tokens: T^2 for attention, whose dense mask spans the row, and T times this for the rest. About
-# right for a 7B model (6 x hidden size), and only the shape matters: rows of a lock-step should cost the same.
-LINEAR_COST = 24_576.0
+from learner.batch import BoolArray, Float64Array, Int64Array, Step
+from learner.layout import assign as assign
+from learner.layout import layout
+from learner.parts import LINEAR_COST as LINEAR_COST
+from learner.parts import Part
+from learner.parts import row_cost as row_cost
 
 _DTYPES: dict[str, str] = {
     "input_ids": "<i4", "position_ids": "<i4", "group_of": "<i4", "response_of": "<i4",
@@ -106,144 +106,61 @@ def _array(value: Any, name: str, code: str) -> NDArray[Any]:
 def plan(step: Step, ranks: int, micro_batch_tokens: int) -> list[list[Packed]]:
     """The micro-batches of every rank, as many for each; micro-batches at the same place run in lock-step.
 
-    Whole groups share their prompt best but balance worst, so groups are cut at several sizes (halves of the limit, and
-    on) and the plan whose slowest ranks cost least in sum is taken; a repeated prompt counts as the tokens it costs.
-    Rows are dealt longest first; at the best size a search tries to do better.
-
     Raises:
         HeadraceError: one prompt with its longest response exceeds `micro_batch_tokens`.
     """
-    longest = max((len(g.prompt_ids) + s.tokens for g in step.groups for s in _trained(step, g)), default=1)
-    if longest > micro_batch_tokens:
-        raise HeadraceError(
-            f"a prompt with one response has {longest} tokens, more than learner.micro_batch_tokens "
-            f"({micro_batch_tokens}); use at least {longest}"
-        )
-    sizes = [micro_batch_tokens]
-    while sizes[-1] // 2 >= longest:
-        sizes.append(sizes[-1] // 2)
-    plans = {size: _cut_and_assign(step, size, ranks, micro_batch_tokens, 0) for size in sizes}
-    size = min(sizes, key=lambda size: plans[size][0])
-    best = min(plans[size], _cut_and_assign(step, size, ranks, micro_batch_tokens, EFFORT), key=lambda plan: plan[0])[1]
+    lock_steps = layout(step, ranks, micro_batch_tokens)
     prompts = step.prompt_of_sequence.astype(np.int32)
-    return [[_pack_row(step, lock_step[rank], prompts) for lock_step in best] for rank in range(ranks)]
+    return [[_pack_row(step, lock_step[rank], prompts) for lock_step in lock_steps] for rank in range(ranks)]
 
 
-def _cut_and_assign(
-    step: Step, size: int, ranks: int, limit: int, effort: int
-) -> tuple[float, list[list[list[_Part]]]]:
-    """Cost of the slowest ranks, and the parts of every row of every lock-step, with groups cut at `size`."""
-    parts = [part for group in step.groups for part in _cut(step, group, size)]
-    bins = assign([part.tokens for part in parts], ranks, limit, effort)
-    rows = [[_merge([parts[i] for i in row]) for row in lock_step] for lock_step in bins]
-    return sum(max(row_cost(sum(part.tokens for part in row)) for row in lock_step) for lock_step in rows), rows
-
-
-def row_cost(tokens: int) -> float:
-    """Cost of forward and backward over a row, in units without meaning."""
-    return LINEAR_COST * tokens + float(tokens) ** 2
-
-
-def assign(sizes: Sequence[int], ranks: int, limit: int, effort: int = EFFORT) -> list[list[list[int]]]:
-    """Items spread over all bins; then bins in order of their fill, dealt a rank's worth at a time.
-
-    Args:
-        sizes: tokens of every item, none above `limit`.
-        ranks: bins that run in lock-step.
-        limit: tokens a bin may hold; hard.
-        effort: of the search (`learner.balance.spread`).
-
-    Returns:
-        lock-steps, each of `ranks` bins, each a list of item indices; as few lock-steps as longest-first fits into.
-    """
-    order, lock_steps = longest_first(sizes), max(1, -(-sum(sizes) // (limit * ranks)))
-    while max(fills(deal(order, sizes, lock_steps * ranks), sizes)) > limit:
-        lock_steps += 1
-    bins = spread(sizes, lock_steps * ranks, effort)
-    bins.sort(key=lambda items: -sum(sizes[item] for item in items))
-    return [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some responses of a group, which cost their prompt once."""
-
-    group: TrainGroup
-    sequences: tuple[TrainSequence, ...]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.group.prompt_ids) + sum(sequence.tokens for sequence in self.sequences)
-
-
-def _trained(step: Step, group: TrainGroup) -> list[TrainSequence]:
-    """Sequences with an unmasked token; the others would be computed for nothing."""
-    return [sequence for sequence in group.sequences if step.tokens_of_sequence[sequence.index] > 0]
-
-
-def _cut(step: Step, group: TrainGroup, size: int) -> list[_Part]:
-    """The group's responses in parts of at most `size` tokens, prompt included; as even as longest-first makes them."""
-    sequences = _trained(step, group)
-    if not sequences:
-        return []
-    bins = assign([sequence.tokens for sequence in sequences], 1, size - len(group.prompt_ids), effort=0)
-    return [_Part(group, tuple(sequences[i] for i in sorted(items))) for [items] in bins if items]
-
-
-def _merge(parts: Sequence[_Part]) -> list[_Part]:
-    """Parts of one group that met in a row share the prompt again."""
-    together: dict[str, list[TrainSequence]] = {}
-    groups = {part.group.group_id: part.group for part in parts}
-    for part in parts:
-        together.setdefault(part.group.group_id, []).extend(part.sequences)
-    return [_Part(groups[group_id], tuple(sequences)) for group_id, sequences in together.items()]
-
-
-def _pack_row(step: Step, parts: Sequence[_Part], prompt_of_sequence: NDArray[np.int32]) -> Packed:
+def _pack_row(step: Step, parts: Sequence[Part], prompt_of_sequence: NDArray[np.int32]) -> Packed:
     sequences = [sequence for part in parts for sequence in part.sequences]
-    row: dict[str, list[Any]] = {name: [] for name in (*_ROW, "predict_from")}
-    at = response = 0
+    # A block is a prompt, or a response to the prompt before it.
+    blocks: list[NDArray[Any]] = []
+    group_of, starts_at, prompts = [], [], []
     for index, part in enumerate(parts):
-        prompt = len(part.group.prompt_ids)
-        prompt_end = at + prompt - 1
-        blocks: list[tuple[Any, int, int]] = [(part.group.prompt_ids, 0, -1)]
-        for sequence in part.sequences:
-            blocks.append((sequence.token_ids, prompt, response))
-            response += 1
-        for token_ids, position, owner in blocks:
-            length = len(token_ids)
-            row["input_ids"].append(token_ids)
-            row["position_ids"].append(np.arange(position, position + length))
-            row["group_of"].append(np.full(length, index))
-            row["response_of"].append(np.full(length, owner))
-            if owner >= 0:  # the last prompt token predicts the first token of every response
-                row["predict_from"].append(np.r_[prompt_end, at : at + length - 1])
-            at += length
+        blocks += [part.group.prompt_ids, *(sequence.token_ids for sequence in part.sequences)]
+        group_of += [index] * (1 + len(part.sequences))
+        starts_at += [0, *[len(part.group.prompt_ids)] * len(part.sequences)]
+        prompts += [True, *[False] * len(part.sequences)]
     if not parts:  # a forward pass needs a token, even of an idle rank
-        for name in _ROW:
-            row[name].append(np.array([-1 if name == "response_of" else 0]))
-
-    def per_token(value: Callable[[TrainSequence], Any]) -> list[Any]:
-        return [np.full(sequence.tokens, value(sequence)) for sequence in sequences]
-
+        blocks, group_of, starts_at, prompts = [np.zeros(1, np.int32)], [0], [0], [True]
+    lengths, is_prompt = np.array([len(block) for block in blocks]), np.array(prompts)
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    response_of = np.where(is_prompt, -1, np.cumsum(~is_prompt) - 1)
+    in_response = np.repeat(~is_prompt, lengths)
+    predict_from = np.flatnonzero(in_response) - 1
+    tokens = lengths[~is_prompt]
+    # The last prompt token predicts the first token of every response.
+    first = np.cumsum(tokens) - tokens
+    predict_from[first] = (ends[is_prompt] - 1)[np.array(group_of)[~is_prompt]]
+    reward = np.zeros(tokens.sum())
+    reward[first + tokens - 1] = [sequence.reward for sequence in sequences]
+    index = np.array([sequence.index for sequence in sequences], dtype=np.int64)
     arrays = {
-        **row,
-        "targets": [sequence.token_ids for sequence in sequences],
-        "behav_logp": [sequence.behav_logp for sequence in sequences],
-        "advantage": per_token(lambda sequence: sequence.advantage),
-        "mask": [sequence.mask for sequence in sequences],
-        "scale": per_token(lambda sequence: step.scale_of_sequence[sequence.index]),
-        "sequence_index": per_token(lambda sequence: sequence.index),
-        "version": [sequence.versions for sequence in sequences],
-        "staleness": [sequence.staleness for sequence in sequences],
-        "reward": [np.r_[np.zeros(sequence.tokens - 1), sequence.reward] for sequence in sequences],
-        "prompt_of_sequence": [prompt_of_sequence],
+        "input_ids": np.concatenate(blocks),
+        "position_ids": np.arange(ends[-1]) - np.repeat(begins - starts_at, lengths),
+        "group_of": np.repeat(group_of, lengths),
+        "response_of": np.repeat(response_of, lengths),
+        "predict_from": predict_from,
+        "targets": np.concatenate(blocks)[in_response],
+        "behav_logp": _concatenate([sequence.behav_logp for sequence in sequences]),
+        "advantage": np.repeat([sequence.advantage for sequence in sequences], tokens),
+        "mask": _concatenate([sequence.mask for sequence in sequences]),
+        "scale": np.repeat(step.scale_of_sequence[index], tokens),
+        "sequence_index": np.repeat(index, tokens),
+        "version": _concatenate([sequence.versions for sequence in sequences]),
+        "staleness": _concatenate([sequence.staleness for sequence in sequences]),
+        "reward": reward,
+        "prompt_of_sequence": prompt_of_sequence,
     }
-    return Packed(**{name: _concatenate(arrays[name], code) for name, code in _DTYPES.items()})
+    return Packed(**{name: arrays[name].astype(code) for name, code in _DTYPES.items()})
 
 
-def _concatenate(pieces: Sequence[NDArray[Any]], code: str) -> NDArray[Any]:
-    return np.concatenate(pieces).astype(code) if pieces else np.empty(0, dtype=code)
+def _concatenate(pieces: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(pieces) if pieces else np.empty(0)
 
 
 def surviving_tokens(micro_batches: Sequence[Packed], masks: Sequence[BoolArray]) -> Int64Array:

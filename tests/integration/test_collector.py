@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from broker import Broker
+from broker import Broker, Delivery
 from common.config import Config
 from common.trajectory import Group, Prompt, Response, VersionRun
 from learner.collector import Collector
@@ -83,4 +84,41 @@ def test_next_returns_early_when_told_to_stop(config: Config) -> None:
     try:
         assert collector.next(0, 600.0, stopping) is None
     finally:
+        collector.close()
+
+
+class Halting:
+    """A broker that stops giving groups after so many; `dry` says that it was asked for more."""
+
+    def __init__(self, broker: Broker, groups: int) -> None:
+        self._broker, self._left = broker, groups
+        self.dry, self.ended = threading.Event(), threading.Event()
+
+    def take(self, epoch: int, count: int, block_ms: int) -> list[Delivery]:
+        if not self._left:
+            self.dry.set()
+            self.ended.wait()
+            return []
+        taken = self._broker.take(epoch, min(count, self._left), block_ms)
+        self._left -= len(taken)
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broker, name)
+
+
+def test_next_finds_two_batches_read_and_decoded_before_it_was_called(config: Config) -> None:
+    broker = Broker.connect(config)
+    epoch = broker.begin(5, ())
+    wanted = config.learner.groups_per_step
+    submit(broker, version=5, count=3 * wanted)
+    halting = Halting(broker, 2 * wanted)
+    collector = Collector(cast(Broker, halting), epoch, config)
+    try:
+        assert halting.dry.wait(30), "it reads ahead without being asked"
+        batches = [collector.next(5, 0.0, NEVER) for _ in range(2)]
+        assert [len(batch.deliveries) for batch in batches if batch is not None] == [wanted, wanted]
+        assert collector.next(5, 0.0, NEVER) is None
+    finally:
+        halting.ended.set()
         collector.close()

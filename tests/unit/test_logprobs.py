@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_inputs import VOCABULARY, float64_model, make_config, make_group, tiny_model
 from torch import nn
+from transformers import AttentionInterface
 
 from common.errors import ConfigError
+from learner import attention
 from learner.batch import Step, build_step
+from learner.head import FusedHead, fuse_head, head_logprobs
 from learner.logprobs import check_packable, float32_head, packed_logprobs, token_logprobs
 from learner.objective import Tokens, policy_loss
 from learner.packing import Packed, plan
@@ -64,10 +67,39 @@ def run(model: nn.Module, rows: list[Packed], objective: Any = None) -> tuple[fl
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("make", [tiny_model, float64_model])
+@pytest.mark.parametrize(("small", "long", "blocks"), [(1, 1000, 3), (1, 20, 10), (1000, 1000, 1), (12, 26, 6)])
+def test_block_attention_equals_the_mask_of_the_whole_row_in_value_and_gradient(
+    make: Any, small: int, long: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SMALL_BLOCK", small)
+    monkeypatch.setattr(attention, "LONG_GROUP", long)
+    called = []
+
+    def watched(*arguments: Any, blocks: Any = None, **options: Any) -> Any:
+        called.append(len(blocks))
+        return attention.block_attention(*arguments, blocks=blocks, **options)
+
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    [row] = plan(make_step(), 1, 10_000)[0]
+    results = []
+    for name in ("sdpa", attention.register()):
+        AttentionInterface.register(attention.NAME, watched)
+        model = make()
+        model.set_attn_implementation(name)
+        logp, _ = packed_logprobs(model, row, TEMPERATURE)
+        logp.sum().backward()
+        results.append([logp, *(p.grad for p in model.parameters())])
+    assert called == [blocks, blocks]  # in each of two layers
+    for ours, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5 * float(wanted.detach().abs().max()))
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("limit", [30, 45, 500])
-def test_packed_logprobs_and_gradients_equal_plain_forward(tied: bool, limit: int) -> None:
+@pytest.mark.parametrize(("limit", "fused"), [(30, False), (30, True), (45, True), (500, False), (500, True)])
+def test_packed_logprobs_and_gradients_equal_plain_forward(tied: bool, limit: int, fused: bool) -> None:
     model, step = tiny_model(tied), make_step()
+    assert not fused or fuse_head(model)
     plain = plain_logprobs(model, step)
     direction = {index: torch.randn_like(logp) for index, logp in plain.items()}
     sum((logp * direction[index]).sum() for index, logp in plain.items()).backward()
@@ -127,6 +159,7 @@ def test_gradient_of_a_step_same_for_any_cut_order_and_ranks(
     step = make_step(objective=config)
     objective = make_config(objective=config).objective
     model = float64_model()
+    assert fuse_head(model)
     [whole] = plan(step, 1, 10_000)[0]
     loss, wanted = run(model, [whole], objective)
     rows = [Packed.from_bytes(row.to_bytes()) for share in plan(step, ranks, limit) for row in share]
@@ -138,9 +171,11 @@ def test_gradient_of_a_step_same_for_any_cut_order_and_ranks(
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
-def test_row_without_targets_gives_every_parameter_a_zero_gradient() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_row_without_targets_gives_every_parameter_a_zero_gradient(fused: bool) -> None:
     """The collectives of ZeRO wait for every parameter's gradient, also on an idle rank."""
     model = tiny_model()
+    assert not fused or fuse_head(model)
     idle = next(share[0] for share in plan(make_step(), 16, 100) if len(share[0].targets) == 0)
     loss, gradients = run(model, [idle])
     assert loss == 0.0
@@ -155,6 +190,63 @@ def test_row_fully_masked_contributes_zero_without_nan() -> None:
     loss, gradients = run(model, [masked])
     assert loss == 0.0
     assert not any(bool(g.any()) or bool(g.isnan().any()) for g in gradients.values())
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_head_logprobs_any_chunk_equal_autograd(chunk: int, entropy_gradient: bool) -> None:
+    def leaves() -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(11, 6), (VOCABULARY, 6), (VOCABULARY,)]
+        return [torch.randn(*s, generator=draw, dtype=torch.float64).requires_grad_() for s in shapes]
+
+    targets = torch.randint(0, VOCABULARY, (11,))
+    up = torch.randn(2, 11, dtype=torch.float64)
+    plain, ours = leaves(), leaves()
+    log_p = torch.log_softmax((plain[0] @ plain[1].T + plain[2]) / TEMPERATURE, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    logp, our_entropy = head_logprobs(*ours, targets, TEMPERATURE, chunk, entropy_gradient)
+    torch.testing.assert_close(logp, log_p.gather(-1, targets[:, None])[:, 0])
+    torch.testing.assert_close(our_entropy, entropy)
+    assert our_entropy.requires_grad is entropy_gradient
+    ((logp * up[0]).sum() + (our_entropy * up[1] * entropy_gradient).sum()).backward()
+    ((log_p.gather(-1, targets[:, None])[:, 0] * up[0]).sum() + (entropy * up[1] * entropy_gradient).sum()).backward()
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def test_head_logprobs_certain_and_hopeless_tokens_finite() -> None:
+    hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    logp, entropy = head_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), None, torch.tensor([0, 0]), 1.0)
+    logp.sum().backward()
+    assert logp.tolist() == [0.0, -2000.0] and entropy.tolist() == [0.0, 0.0]
+    assert hidden.grad is not None and hidden.grad.tolist() == [[0.0], [2.0]]
+
+
+def test_fuse_head_refused_where_the_model_caps_its_logits() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, pad_token_id=0))
+    assert not fuse_head(model)
+    assert not isinstance(model.lm_head.forward, FusedHead)
+
+
+def test_fused_head_of_bfloat16_model_equals_float32_head() -> None:
+    step = make_step()
+    [row] = plan(step, 1, 10_000)[0]
+    results = []
+    for fused in (False, True):
+        model = tiny_model(True, torch.bfloat16)
+        float32_head(model)
+        assert not fused or fuse_head(model)
+        logp, entropy = packed_logprobs(model, row, TEMPERATURE)
+        logp.sum().backward()
+        results.append((logp, entropy, model.lm_head.weight.grad))
+    assert results[1][2].dtype == torch.bfloat16
+    for ours, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True])
