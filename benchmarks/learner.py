@@ -106,7 +106,7 @@ def trl(model: str, folder: str) -> Callable[[], float]:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     step = build_step(make_groups(tokenizer.vocab_size), settings(model, 512), 0)
@@ -202,7 +202,10 @@ class Contestant:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         line = self._answer("[")
-        return tuple(json.loads(line)) if line else None
+        if not line:
+            return None
+        seconds, norm = json.loads(line)
+        return seconds, norm
 
     def close(self) -> None:
         self._process.kill()

@@ -48,7 +48,7 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax  # type: ignore[import-not-found]
 
     logits = (hidden @ weight.T) / TEMPERATURE
     logp = selective_log_softmax(logits, targets)
@@ -67,14 +67,15 @@ def clipped(logp: Tensor, entropy: Tensor) -> Tensor:
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Its loss has no entropy; sequences of 128 tokens, not compiled (it would need a C++ compiler)."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # type: ignore[import-not-found]
 
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=False, temperature=TEMPERATURE)
     rows = max(1, len(targets) // 128)
     shaped = hidden.view(rows, -1, hidden.shape[-1])
     mask = torch.ones(shaped.shape[:2])
     value = loss(shaped, weight, targets.view(rows, -1), mask, torch.linspace(-1, 1, rows))
-    return value[0] if isinstance(value, tuple) else value
+    first: Tensor = value[0] if isinstance(value, tuple) else value
+    return first
 
 
 def resident() -> int:

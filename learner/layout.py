@@ -54,7 +54,8 @@ def layout(step: Step, ranks: int, limit: int) -> LockSteps:
 
 def _search(groups: Sequence[Part], ranks: int, limit: int, good: float) -> LockSteps:
     """The best of all ways of cutting, each made even; the best again with a longer search for even bins."""
-    best, best_cut, cost = [], _CUTS[0], float("inf")
+    best: LockSteps = []
+    best_cut, cost = _CUTS[0], float("inf")
     for number in range(len(_CUTS) + 1):
         cut, effort = (_CUTS[number], 0) if number < len(_CUTS) else (best_cut, EFFORT)
         found = [level(rows, limit) for rows in _cut_and_assign(groups, cut, ranks, limit, effort)]
