@@ -181,5 +181,5 @@ def fuse_head(model: Any) -> bool:
     hook.remove()
     if not torch.equal(logits, large):
         return False
-    head.forward = FusedHead(head)
+    head.forward = FusedHead(head)  # type: ignore[method-assign, assignment]
     return True

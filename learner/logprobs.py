@@ -60,7 +60,8 @@ def packed_logprobs(
     predict_from, targets = (
         torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
     )
-    fused = getattr(getattr(model, "module", model).get_output_embeddings(), "forward", None)
+    inner: Any = getattr(model, "module", model)
+    fused = getattr(inner.get_output_embeddings(), "forward", None)
     if not isinstance(fused, FusedHead):
         output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
         return token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient)

@@ -119,9 +119,9 @@ def _pack_row(step: Step, parts: Sequence[Part], prompt_of_sequence: NDArray[np.
     # A block is a prompt, or a response to the prompt before it.
     blocks: list[NDArray[Any]] = []
     group_of, starts_at, prompts = [], [], []
-    for index, part in enumerate(parts):
+    for number, part in enumerate(parts):
         blocks += [part.group.prompt_ids, *(sequence.token_ids for sequence in part.sequences)]
-        group_of += [index] * (1 + len(part.sequences))
+        group_of += [number] * (1 + len(part.sequences))
         starts_at += [0, *[len(part.group.prompt_ids)] * len(part.sequences)]
         prompts += [True, *[False] * len(part.sequences)]
     if not parts:  # a forward pass needs a token, even of an idle rank

@@ -2,8 +2,8 @@
 
 The learner is the real one (DeepSpeed, gloo, the tiny model); generators are the light ones of `tests.chaos`. Once
 nodes are told to leave, once they are killed with their ranks; both times rank 0's is among them. Exit code 0: the
-runs ended at their last step, every process with 0, the audit holds, each step trained a full batch, and no more was lost than
-the steps since the newest snapshot (planned: none). Every change is timed by parts.
+runs ended at their last step, every process with 0, the audit holds, each step trained a full batch, and no more was
+lost than the steps since the newest snapshot (planned: none). Every change is timed by parts.
 """
 
 from __future__ import annotations
