@@ -105,6 +105,9 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         parameters = parse(update_info.names, update_info.dtypes, update_info.shapes, max_elements=limit)
         return plan_buckets(parameters, self._bucket_bytes)
 
+    def staged_checksum(self, version: int) -> int | None:
+        return None if self._receive is None else self._receive.checksum(version)
+
     def _apply(self, receive: StagedReceive) -> None:
         buckets = receive.take()
         initialize_layerwise_reload(self.model)
@@ -148,6 +151,16 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def shutdown(self) -> None:
         """Let go of the group; a receive under way ends by itself and is not read."""
         self._receive = None
+
+
+class WorkerChecks:
+    """Mixed into vLLM's worker (`worker_extension_cls`): what can be asked of it with `collective_rpc`."""
+
+    weight_transfer_engine: GlooEngine
+
+    def staged_checksum(self, version: int) -> int | None:
+        """Of the weights that were received and not applied yet; see `common.checksum`."""
+        return self.weight_transfer_engine.staged_checksum(version)
 
 
 def register() -> None:

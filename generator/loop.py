@@ -58,7 +58,7 @@ class Generator:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            loop.add_signal_handler(number, self._drain)
         async with contextlib.AsyncExitStack() as stack:
             heartbeat = asyncio.create_task(self._heartbeat())
             stack.push_async_callback(self._leave, heartbeat)
@@ -71,13 +71,17 @@ class Generator:
             await self._give_back_unfinished()
         self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in self._counts.items()))
 
+    def _drain(self) -> None:
+        self.receiver.standing.drain()
+        self.draining.set()
+
     async def _until_drained(self, *jobs: Coroutine[None, None, None]) -> None:
         """Run all jobs until the first ends; its error is ours."""
         tasks = [asyncio.create_task(job) for job in jobs]
         drained = asyncio.create_task(self.draining.wait())
         stopped = asyncio.create_task(self.receiver.stopped.wait())
         done, _ = await asyncio.wait([*tasks, drained, stopped], return_when=asyncio.FIRST_COMPLETED)
-        self.draining.set()
+        self._drain()
         for task in (*tasks, drained, stopped):
             task.cancel()
         await asyncio.gather(*tasks, drained, stopped, return_exceptions=True)
@@ -94,6 +98,7 @@ class Generator:
                 group.create_task(self.evaluation.run(slots))
             while True:
                 await slots.acquire()
+                await self.receiver.wait_until_serving()
                 started = time.monotonic()
                 leases = await asyncio.to_thread(self.broker.lease, self.id, 1, LEASE_BLOCK_MS)
                 self._blocked_s += time.monotonic() - started
@@ -183,7 +188,6 @@ class Generator:
         await heartbeat
 
     def _member(self) -> Member:
-        state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.engine.counters(), "blocked_s": self._blocked_s, "wall_s": wall}
         counters["broker_full_s"] = self.broker.pressure.seconds
@@ -192,7 +196,7 @@ class Generator:
         return Member(
             id=self.id,
             role="generator",
-            state=state,
+            state=self.receiver.state,
             version=self.receiver.version,
             epoch=self.receiver.epoch,
             host=socket.gethostname(),

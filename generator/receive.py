@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.checksum import sampled_checksum
 from common.weightwire import GlooGroup, Slot, receive_buckets
 
 _log = logging.getLogger("vllm.headrace.weights")  # below vllm's own: ends in the process's log file
@@ -45,6 +46,13 @@ class StagedReceive:
             raise RuntimeError(f"the weights are not here: {self._error or 'the transfer is not complete'}")
         buckets, self._buckets = self._buckets, []
         return buckets
+
+    def checksum(self, version: int) -> int | None:
+        """`common.checksum` of what was received, or None where that is not everything. When to call: as `take`."""
+        self._thread.join(self.timeout_s)
+        if self._error is not None or self._thread.is_alive() or not self._buckets:
+            return None
+        return sampled_checksum(self.plan, self._buckets, version)
 
     def _start(self, job: Callable[[], None], before: threading.Thread | None) -> threading.Thread:
         def run() -> None:

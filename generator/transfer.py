@@ -24,8 +24,11 @@ class Transfer(Protocol):
     async def stage(self, update: Update) -> None:
         """Start to receive. Returns while the weights are on their way."""
 
+    async def checksum(self, version: int) -> int | None:
+        """Everybody has sent and received: `common.checksum` of what is here; None where it cannot be told before."""
+
     async def apply(self, version: int) -> dict[str, float]:
-        """Everybody has sent and received: load, stamp `version`, go on. Returns the seconds of each part."""
+        """Load, stamp `version`, go on. Returns the seconds of each part."""
 
     async def abandon(self) -> None:
         """Forget an update that was staged and will not be applied."""
@@ -57,6 +60,11 @@ class GlooTransfer:
         await self.engine.control(self.engine.llm.start_weight_update(), "start_weight_update")
         self._open = True
         await self._update({"mode": "stage", **{key: message[key] for key in ("names", "dtypes", "shapes")}})
+
+    async def checksum(self, version: int) -> int | None:
+        call = self.engine.llm.collective_rpc("staged_checksum", args=(version,))
+        found = set(await self.engine.control(call, "staged_checksum"))
+        return found.pop() if len(found) == 1 else None
 
     async def apply(self, version: int) -> dict[str, float]:
         marks = [time.monotonic()]
@@ -123,6 +131,9 @@ class NcclTransfer:
         info = {"names": message["names"], "dtype_names": message["dtypes"], "shapes": message["shapes"]}
         call = self.engine.llm.update_weights(WeightTransferUpdateRequest(info))
         self._receiving = asyncio.create_task(self.engine.control(call, "update_weights"))
+
+    async def checksum(self, version: int) -> int | None:
+        return None  # vLLM's engine loads what it receives
 
     async def apply(self, version: int) -> dict[str, float]:
         assert self._receiving is not None
