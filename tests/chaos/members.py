@@ -54,7 +54,7 @@ def configure(policy: str, runs: Path, versions: int) -> Config:
         "weights.backend": "gloo", "weights.bucket_mb": 1, "weights.timeout_s": 20, "broker.member_ttl_s": 5,
         "broker.heartbeat_s": 0.5, "broker.lease_ttl_s": 20, "learner.max_steps": versions,
         "learner.checkpoint_every": versions, "sampling.max_response_tokens": 96, "generator.max_num_seqs": 16,
-        "generator.prompts_in_flight": 3, "learner.optimizer.lr": 1e-3, "staleness.max_staleness": 3,
+        "generator.prompts_in_flight": 3, "sampling.dynamic_sampling": False, "staleness.max_staleness": 3,
     }  # fmt: skip
     return settings.load(ROOT / "examples" / "tiny.yaml", [f"{name}={value}" for name, value in overrides.items()])
 

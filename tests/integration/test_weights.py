@@ -22,8 +22,10 @@ from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import VersionRun
 from common.weightcontrol import STOP
+from common.weightwire import GlooGroup
 from generator.engine import Engine, Sampled
 from generator.updates import WeightReceiver
+from learner import transport
 from learner.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -161,6 +163,31 @@ async def test_update_other_member_dies_engine_goes_on_and_gets_it_in_the_next_g
     timings = fleet.publisher.timings
     assert timings is not None and (timings.members, timings.dropped) == (1, 1)
     dying.close()
+
+
+async def test_update_arrives_damaged_old_version_stays_and_it_is_sent_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await first_version(fleet, 25)
+    acks: list[tuple[object, int | None]] = []
+    acknowledge, send = fleet.broker.acknowledge, transport.send_buckets
+
+    def watched(message: dict[str, object]) -> str:
+        acks.append((message["stage"], fleet.engine.version))
+        return acknowledge(message)
+
+    def damaged(group: GlooGroup, buckets: list[torch.Tensor]) -> None:
+        monkeypatch.setattr(transport, "send_buckets", send)
+        send(group, [bucket + 1 for bucket in buckets])
+
+    monkeypatch.setattr(fleet.broker, "acknowledge", watched)
+    monkeypatch.setattr(transport, "send_buckets", damaged)
+    await fleet.publish(26)
+    await asyncio.wait_for(fleet.receiver.wait_for_version(26), 20)
+    assert ("corrupt", 25) in acks and ("loaded", 26) in acks
+    for sample in await fleet.engine.sample("sound", PROMPTS[2], 2):
+        assert sample.versions == (VersionRun(26, 0),)
+        assert np.abs(sample.logprobs - fleet.logprobs(26, PROMPTS[2], sample)).max() < 1e-3
 
 
 async def test_prompt_too_long_is_a_data_failure_and_the_engine_goes_on(fleet: Fleet) -> None:
