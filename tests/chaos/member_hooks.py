@@ -107,9 +107,6 @@ class Disturber:
         if version == 0:
             up = [self.folder / f"{name}.up" for name in (*FOUNDERS, JOINER)]
             until(lambda: all(path.exists() for path in up), "all engines up", START_S)
-        elif version == JOIN_AT:
-            (self.folder / "join").touch()
-            self.event("join", member=JOINER)
         elif version == KILL_AT:
             self.kill_pending = True
         elif version == DRAIN_AT:
@@ -119,8 +116,13 @@ class Disturber:
             threading.Thread(target=self._pause, daemon=True).start()
         elif version == self.config.learner.max_steps - 3:  # a fast run would be over before it is back
             self._resumed.wait(2 * PAUSE_S)
-            until(lambda: self._member(PAUSED).version >= PAUSE_AT, f"{PAUSED} is back", 60.0)
+            until(lambda: self._member(PAUSED).version >= PAUSE_AT, f"{PAUSED} is back", 120.0)
         self.version = version
+
+    def after_publish(self) -> None:
+        if self.version == JOIN_AT:
+            (self.folder / "join").touch()
+            self.event("join", member=JOINER)
 
     def in_broadcast(self) -> None:
         """Some buckets are on their way and some are not."""
@@ -179,6 +181,7 @@ def learner(config: Config) -> None:
         wait_s = time.monotonic() - started
         torch.save({name: tensor.clone() for name, tensor in self._staged.tensors()}, disturber.folder / f"{version}.pt")
         timings = {} if self.timings is None else vars(self.timings)
+        disturber.after_publish()
         disturber.event("published", wait_s=wait_s, delivered=timings)
 
     def cut(group: Any, buckets: Any) -> None:

@@ -41,7 +41,7 @@ from common import settings
 from common.config import Config
 from common.trajectory import Group, Response
 from common.wire import decode_group
-from tests.chaos.member_hooks import DRAINED, FOUNDERS, JOIN_AT, JOINER, KILL_AT, KILLED, PAUSE_AT, PAUSED, folder
+from tests.chaos.member_hooks import DRAIN_AT, DRAINED, FOUNDERS, JOIN_AT, JOINER, KILL_AT, PAUSE_AT, PAUSED, folder
 
 ROOT = Path(__file__).resolve().parents[2]
 AGREE = 1e-3  # nats
@@ -131,6 +131,7 @@ def judge(config: Config, code: int, seconds: float) -> dict[str, Any]:
     delivered = {entry["delivered"]["version"]: entry["delivered"] for entry in published if entry["delivered"]}
     scores = rescore(config, where, [group for each in groups.values() for group in each])
     log = (config.run.folder / "logs" / f"{DRAINED}.log").read_text()
+    last = max((r.versions[-1].version for group in groups[DRAINED] for r in group.responses), default=-1)
     returned = [group for group in groups[PAUSED] if max(r.versions[-1].version for r in group.responses) > PAUSE_AT]
     joined = [run.version for group in groups[JOINER] for response in group.responses for run in response.versions]
     result: dict[str, Any] = {
@@ -146,6 +147,7 @@ def judge(config: Config, code: int, seconds: float) -> dict[str, Any]:
         "joiner_first_version": min(joined, default=None),
         "killed_broadcast": delivered.get(KILL_AT),
         "drained_said_goodbye": "gone: groups=" in log,
+        "drained_last_version": last,
         "paused_groups_after_return": len(returned),
         "events": [{k: e[k] for k in ("event", "version", "member")} for e in diary if "member" in e],
         **scores,
@@ -159,7 +161,7 @@ def judge(config: Config, code: int, seconds: float) -> dict[str, Any]:
         "there were seams": scores["tokens_after_seam"] > 0,
         "the joiner served": min(joined, default=-1) >= JOIN_AT,
         "the broadcast was cut and repeated": (delivered.get(KILL_AT) or {}).get("attempts", 0) > 1,
-        "the drained generator left in order": result["drained_said_goodbye"],
+        "the drained generator left in order": result["drained_said_goodbye"] and last <= DRAIN_AT + 1,
         "the frozen generator came back": bool(returned),
     }  # fmt: skip
     return {**result, "failed": [name for name, held in checks.items() if not held]}
