@@ -47,21 +47,23 @@ class Settling:
 
     def trained(self, version: int, batch: Batch) -> None:
         """The optimizer steps that made `version` trained the batch. FencedError: a newer learner took over."""
-        self._broker.step(self._epoch, version, batch.deliveries)
-        self._settled_at.update(dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries))
+        fresh = dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries)
+        settle = (*self._settled_at, *fresh) if self._at_once else ()
+        settled = self._broker.step(self._epoch, version, batch.deliveries, settle)
+        self._settled_at.update(fresh)
         self.durable = False
         if self._at_once:
-            self._settle()
+            self._forget(settled)
 
     def saved(self) -> None:
         """A checkpoint that names `ids` is durable. FencedError as `trained`."""
-        self._settle()
+        self._forget(self._broker.settle(self._epoch, self.ids))
         self.durable = True
 
-    def _settle(self) -> None:
-        """Settle all, and forget those that the broker cannot lose any more."""
+    def _forget(self, settled: int) -> None:
+        """All were settled, so many of them just now: forget those that the broker cannot lose any more."""
         now, fresh = time.monotonic(), sum(at is None for at in self._settled_at.values())
-        lost = self._broker.settle(self._epoch, self.ids) > fresh
+        lost = settled > fresh
         for group_id, at in list(self._settled_at.items()):
             if at is None or lost:  # the server had forgotten an earlier settling, maybe more than one
                 self._settled_at[group_id] = now

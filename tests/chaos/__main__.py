@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this long")
     parser.add_argument("--keep", action="store_true", help="keep the folders of seeds that passed, too")
     parser.add_argument(
-        "--partition", action="store_true", help="one seed, hosts in network namespaces, cut off for 20 to 40 s"
+        "--partition", action="store_true", help="one seed, hosts in network namespaces, each cut off for a minute"
     )
     options = parser.parse_args()
     if options.partition and (code := partition.enter()) is not None:
@@ -67,7 +67,7 @@ def main() -> int:
     network = partition.Network(root, ("generator", "learner")) if options.partition else None
     todo = plans(list(range(options.seed, options.seed + options.seeds)), options.kills)
     if network is not None:
-        todo = [Plan(options.seed, 12, partitions=(20.0, 40.0))]
+        todo = [Plan(options.seed, 12, partitions=(60.0, 60.0))]
     results = []
     show(list(COLUMNS))
     try:
