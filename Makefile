@@ -14,7 +14,7 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv runtime runtime-packages quickstart test chaos learn lint docs k8s-test k8s-generate clean
+.PHONY: help venv runtime runtime-packages quickstart test chaos members learn lint docs k8s-test k8s-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -64,6 +64,9 @@ chaos: $(STAMP) ## Kill every part of a fleet at random, 200 times, and a real l
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --seeds 5 --kills 200
 	$(TEST_ENV) $(BIN)/python -m tests.chaos.resume --kills 20
 	$(TEST_ENV) $(BIN)/python -m tests.chaos.elastic
+
+members: $(STAMP) ## Generators join, die, drain and freeze in a real run; every token is scored again (15 minutes on two cores)
+	$(TEST_ENV) $(BIN)/python -m tests.chaos.members
 
 learn: $(STAMP) ## Measure the ablations of docs and benchmarks/RESULTS.md (about an hour and a half on two cores)
 	$(BIN)/python -m benchmarks.ablation chain

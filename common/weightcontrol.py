@@ -4,7 +4,8 @@
     Form    come into group `epoch`     ->    Ack "formed": its workers are on their way
     Update  these parameters follow     ->    Ack "receiving"
             (broadcast)
-    Commit  everybody has everything    ->    Ack "loaded": the next token is sampled by `version`; or "failed"
+    Commit  everybody has everything    ->    Ack "loaded": the next token is sampled by `version`; or "failed"; or
+                                              "corrupt": what came is not what was sent, the old version stays
     {"type": "stop"}                          the run is over
 
 `epoch` names a group and is never used again; a new Form supersedes everything before it. Messages are plain msgpack
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from common.errors import WireError
 from common.weightwire import Parameter, describe, parse
 
-Stage = Literal["formed", "receiving", "loaded", "failed"]
+Stage = Literal["formed", "receiving", "loaded", "corrupt", "failed"]
 STOP = {"type": "stop"}
 
 
@@ -53,11 +54,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Commit:
+    """`checksum`: of what was sent (`common.checksum`); None where the backend does not let the receiver check."""
+
     epoch: int
     version: int
+    checksum: int | None = None
 
     def message(self) -> dict[str, Any]:
-        return {"type": "commit", "epoch": self.epoch, "version": self.version}
+        return {"type": "commit", **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ack:
-    """`seconds`: for "loaded", the parts of the update as this generator measured them."""
+    """`seconds`: for "loaded", the parts of the update as this generator measured them. `checksum`: for "loaded" and
+    "corrupt", of what it received."""
 
     generator: str
     epoch: int
@@ -75,6 +80,7 @@ class Ack:
     stage: Stage
     error: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    checksum: int | None = None
 
     def message(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,15 +110,15 @@ def read_control(message: Mapping[str, Any]) -> Form | Update | Commit | Stop | 
         parameters = parse(message.get("names"), message.get("dtypes"), message.get("shapes"))
         return Update(_get(message, "epoch", int), _get(message, "version", int), tuple(parameters))
     if kind == "commit":
-        return Commit(_get(message, "epoch", int), _get(message, "version", int))
+        return Commit(_get(message, "epoch", int), _get(message, "version", int), _checksum(message))
     return None
 
 
 def read_ack(message: Mapping[str, Any]) -> Ack:
     """Raises WireError where the message is not an acknowledgement."""
-    stage = message.get("stage")
-    if stage not in ("formed", "receiving", "loaded", "failed"):
-        raise WireError(f"weights ack: stage is {stage!r:.80}; expected formed, receiving, loaded or failed")
+    stage: Any = message.get("stage")
+    if stage not in get_args(Stage):
+        raise WireError(f"weights ack: stage is {stage!r:.80}; expected one of {', '.join(get_args(Stage))}")
     return Ack(
         generator=_get(message, "generator", str),
         epoch=_get(message, "epoch", int),
@@ -120,7 +126,12 @@ def read_ack(message: Mapping[str, Any]) -> Ack:
         stage=stage,
         error=str(message.get("error", "")),
         seconds={str(name): float(value) for name, value in dict(message.get("seconds") or {}).items()},
+        checksum=_checksum(message),
     )
+
+
+def _checksum(message: Mapping[str, Any]) -> int | None:
+    return None if message.get("checksum") is None else int(_get(message, "checksum", int))
 
 
 def _get(message: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:

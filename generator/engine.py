@@ -339,6 +339,8 @@ def engine_arguments(config: Config, generator_id: str) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=resolve_backend(config.weights.backend)),
         "disable_log_stats": True,
     }
+    if resolve_backend(config.weights.backend) == "gloo":
+        arguments["worker_extension_cls"] = "generator.gloo_plugin.WorkerChecks"
     if generator.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_mb << 20
     if generator.block_size is not None:

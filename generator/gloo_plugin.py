@@ -58,6 +58,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     """What to do next; the parameter lists belong to "stage" and "stream"."""
 
     mode: Literal["stage", "apply", "stream"]
+    version: int = -1
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
@@ -97,12 +98,12 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             raise RuntimeError("no weight-transfer group; call init_weight_transfer_engine first")
         if update_info.mode == "stage":
             prepare = self._load_twin if Twin.supports(self.model) else None
-            self._receive.stage(self._plan(update_info), prepare)
+            self._receive.stage(self._plan(update_info), update_info.version, prepare)
         elif update_info.mode == "apply":
             self._apply(self._receive)
         elif update_info.mode == "stream":
             self._reload = Reload(self.model, self.model_config)
-            self._receive.stream(self._plan(update_info), self._load)
+            self._receive.stream(self._plan(update_info), update_info.version, self._load)
         else:
             raise ValueError(f"mode is {update_info.mode!r}; expected 'stage', 'apply' or 'stream'")
 
@@ -121,6 +122,9 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             twin.load(_named(slots, buckets.pop(0)))
         twin.finish()
         self._twin = twin
+
+    def received_checksum(self, version: int) -> int | None:
+        return None if self._receive is None else self._receive.checksum(version)
 
     def _apply(self, receive: StagedReceive) -> None:
         buckets = receive.take()
@@ -147,6 +151,16 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
 def _named(slots: Sequence[Slot], bucket: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(slot.parameter.name, slot.view(bucket)) for slot in slots]
+
+
+class WorkerChecks:
+    """Mixed into vLLM's worker (`worker_extension_cls`): what can be asked of it with `collective_rpc`."""
+
+    weight_transfer_engine: GlooEngine
+
+    def received_checksum(self, version: int) -> int | None:
+        """Of the weights that were received last; see `common.checksum`."""
+        return self.weight_transfer_engine.received_checksum(version)
 
 
 def register() -> None:

@@ -83,6 +83,7 @@ class Generator:
 
     def _drain(self) -> None:
         """From now on nothing new is taken."""
+        self.receiver.standing.drain()
         self.draining.set()
 
     async def _until_drained(self, job: Coroutine[None, None, None], *beside: Coroutine[None, None, None]) -> bool:
@@ -121,6 +122,7 @@ class Generator:
                 group.create_task(self._evaluate(self.evaluation, slots))
             while True:
                 await slots.acquire()
+                await self.receiver.wait_until_serving()
                 if self.draining.is_set():
                     return
                 work = await self._lease()
@@ -244,7 +246,6 @@ class Generator:
         await asyncio.shield(heartbeat)  # which goes on until we have left
 
     def _member(self) -> Member:
-        state = "draining" if self.draining.is_set() else self.receiver.state
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.handover.counts, **self.engine.counters(), "wall_s": wall}
         counters |= {"blocked_s": self._blocked_s, "broker_full_s": self.broker.pressure.seconds}
@@ -253,7 +254,7 @@ class Generator:
         return Member(
             id=self.id,
             role="generator",
-            state=state,
+            state=self.receiver.state,
             version=self.receiver.version,
             epoch=self.receiver.epoch,
             host=socket.gethostname(),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.checksum import SampledChecksum
 from common.weightwire import GlooGroup, Slot, receive_buckets
 
 Plan = Sequence[Sequence[Slot]]
@@ -30,17 +31,20 @@ class StagedReceive:
         self._group: GlooGroup | None = None
         self._buckets: list[torch.Tensor] = []
         self._complete = False
+        self._checksum: SampledChecksum | None = None
         self._error: Exception | None = None
         self._thread = self._start(self._join, None)
 
-    def stage(self, plan: Plan, prepare: Prepare | None = None) -> None:
-        """Start to receive the buckets of `plan`. The sender waits until `prepare`, called in the thread with all of
-        them, is through; it may take them out of its list. What it raises is raised by `take`."""
+    def stage(self, plan: Plan, version: int, prepare: Prepare | None = None) -> None:
+        """Start to receive the buckets of `plan`, the weights of `version`. The sender waits until `prepare`, called in
+        the thread with all of them, is through; it may take them out of its list. What it raises is raised by `take`."""
         self.plan, self._buckets, self._complete = plan, [], False
+        self._checksum = SampledChecksum(plan, version)
         self._thread = self._start(lambda: self._receive(prepare), self._thread)
 
-    def stream(self, plan: Plan, handle: Callable[[Sequence[Slot], torch.Tensor], None]) -> None:
-        """Receive the buckets of `plan` in the caller's thread, each handed on as it arrives and not kept.
+    def stream(self, plan: Plan, version: int, handle: Callable[[Sequence[Slot], torch.Tensor], None]) -> None:
+        """Receive the buckets of `plan`, the weights of `version`, in the caller's thread; each is handed on as it
+        arrives, and not kept.
 
         Raises:
             RuntimeError: the group did not form, or the transfer failed.
@@ -48,7 +52,9 @@ class StagedReceive:
         self._thread.join(self.timeout_s)
         if self._error is not None or self._group is None:
             raise RuntimeError(f"no weights can be received: {self._error or 'the group has not formed'}")
+        self._checksum = SampledChecksum(plan, version)
         for slots, bucket in zip(plan, receive_buckets(self._group, plan), strict=True):
+            self._checksum.add(slots, bucket)
             handle(slots, bucket)
         self._group.barrier()
         self._group.barrier()
@@ -64,6 +70,13 @@ class StagedReceive:
             raise RuntimeError(f"the weights are not here: {self._error or 'the transfer is not complete'}")
         buckets, self._buckets, self._complete = self._buckets, [], False
         return buckets
+
+    def checksum(self, version: int) -> int | None:
+        """`common.checksum` of what was received; None where that is not all of `version`. When to call: as `take`."""
+        self._thread.join(self.timeout_s)
+        if self._error is not None or self._thread.is_alive() or self._checksum is None:
+            return None
+        return self._checksum.value(version)
 
     def _start(self, job: Callable[[], None], before: threading.Thread | None) -> threading.Thread:
         def run() -> None:
@@ -86,7 +99,11 @@ class StagedReceive:
 
     def _receive(self, prepare: Prepare | None) -> None:
         assert self._group is not None
-        buckets = list(receive_buckets(self._group, self.plan))
+        assert self._checksum is not None
+        buckets = []
+        for slots, bucket in zip(self.plan, receive_buckets(self._group, self.plan), strict=True):
+            self._checksum.add(slots, bucket)
+            buckets.append(bucket)
         self._group.barrier()
         try:
             if prepare is not None:

@@ -24,6 +24,9 @@ class Transfer(Protocol):
     async def stage(self, update: Update) -> None:
         """Start to receive. Returns while the weights are on their way."""
 
+    async def checksum(self, version: int) -> int | None:
+        """Everybody has sent and received: `common.checksum` of what arrived; None where it cannot be told."""
+
     async def apply(self, version: int) -> dict[str, float]:
         """Everybody has sent and received: load, stamp `version`, go on. Returns the seconds of each part."""
 
@@ -44,7 +47,10 @@ class GlooTransfer:
     async def stage(self, update: Update) -> None:
         await self.engine.control(self.engine.llm.start_weight_update(), "start_weight_update")
         self._open = True
-        await self._update({"mode": "stage", **_lists(update)})
+        await self._update({"mode": "stage", "version": update.version, **_lists(update)})
+
+    async def checksum(self, version: int) -> int | None:
+        return await _gloo_checksum(self.engine, version)
 
     async def apply(self, version: int) -> dict[str, float]:
         marks = [time.monotonic()]
@@ -93,6 +99,9 @@ class _InPlaceTransfer:
         call = self.engine.llm.update_weights(WeightTransferUpdateRequest(self._info(update)))
         self._receiving = asyncio.create_task(self.engine.control(call, "update_weights"))
 
+    async def checksum(self, version: int) -> int | None:
+        return None  # vLLM's engine loads what it receives
+
     async def apply(self, version: int) -> dict[str, float]:
         assert self._receiving is not None
         await self._receiving
@@ -115,7 +124,13 @@ class GlooInPlaceTransfer(_InPlaceTransfer):
         await _join_gloo(self.engine, form, rank)
 
     def _info(self, update: Update) -> dict[str, object]:
-        return {"mode": "stream", **_lists(update)}
+        return {"mode": "stream", "version": update.version, **_lists(update)}
+
+    async def checksum(self, version: int) -> int | None:
+        """Too late to keep damaged weights out of the model: `abandon` then ends the engine."""
+        assert self._receiving is not None
+        await self._receiving
+        return await _gloo_checksum(self.engine, version)
 
 
 class NcclTransfer(_InPlaceTransfer):
@@ -168,6 +183,12 @@ async def _join_gloo(engine: Engine, form: Form, rank: int) -> None:
     }
     call = engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
     await engine.control(call, "init_weight_transfer_engine")
+
+
+async def _gloo_checksum(engine: Engine, version: int) -> int | None:
+    """What all workers of the engine say; None where they differ, or one has not received everything."""
+    found = set(await engine.control(engine.llm.collective_rpc("received_checksum", args=(version,)), "checksum"))
+    return found.pop() if len(found) == 1 else None
 
 
 def _lists(update: Update) -> dict[str, object]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from common.checksum import sampled_checksum
 from common.weightwire import DTYPES, BucketPlanner, Parameter, Slot, bucket_size
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,6 +55,10 @@ class Staged:
     @property
     def nbytes(self) -> int:
         return sum(bucket_size(slots) for slots in self.plan)
+
+    def checksum(self, version: int) -> int | None:
+        """What a receiver of all of this computes, too."""
+        return sampled_checksum(self.plan, self.buckets(), version)
 
     def buckets(self) -> list[torch.Tensor]:
         """The used part of every bucket, uint8."""

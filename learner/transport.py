@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from common.errors import HeadraceError
 from common.weightwire import GlooGroup, send_buckets
 from learner.staging import Staged
 
@@ -58,8 +59,9 @@ class NcclLink:
 
     def __init__(self, host: str, world_size: int, bucket_bytes: int) -> None:
         self.host, self.world_size, self.bucket_bytes, self.settle_s = host, world_size, bucket_bytes, 0.0
-        self._device = torch.cuda.current_device()
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._group: Any = None
+        self._closed = False
         with socket.socket() as probe:  # vLLM's helper wants the port beforehand
             probe.bind((host, 0))
             self.port = int(probe.getsockname()[1])
@@ -68,9 +70,12 @@ class NcclLink:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         torch.cuda.set_device(self._device)  # per thread
-        self._group = trainer_init(
-            {"master_address": self.host, "master_port": self.port, "world_size": self.world_size}
-        )
+        group = trainer_init({"master_address": self.host, "master_port": self.port, "world_size": self.world_size})
+        if group.disabled:  # it would send nothing, and say nothing
+            raise HeadraceError("vLLM could not load NCCL in the learner's process (libnccl)")
+        self._group = group
+        if self._closed:  # given up meanwhile
+            self.close()
 
     def send(self, staged: Staged) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
@@ -80,15 +85,16 @@ class NcclLink:
             iterator=staged.tensors(),
             group=self._group,
             src=0,
-            post_iter_func=lambda item: item[1].to(f"cuda:{self._device}"),
+            post_iter_func=lambda item: item[1].to(self._device),
             buffer_size_bytes=self.bucket_bytes,
             num_buffers=2,
         )
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.destroy()  # aborts, with a deadline of its own
-            self._group = None
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()  # aborts, with a deadline of its own; a send that hangs returns
 
 
 def open_link(backend: str, host: str, world_size: int, timeout_s: float, bucket_bytes: int) -> Link:

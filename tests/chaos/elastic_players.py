@@ -68,7 +68,11 @@ class Receiving:
 
     async def stage(self, update: Update) -> None:
         assert self._receive is not None
-        self._receive.stage(plan_buckets(update.parameters, self._bucket_bytes))
+        self._receive.stage(plan_buckets(update.parameters, self._bucket_bytes), update.version)
+
+    async def checksum(self, version: int) -> int | None:
+        assert self._receive is not None
+        return await asyncio.to_thread(self._receive.checksum, version)
 
     async def apply(self, version: int) -> dict[str, float]:
         assert self._receive is not None

@@ -164,6 +164,9 @@ class LightTransfer:
 
     async def stage(self, update: Update) -> None: ...
 
+    async def checksum(self, version: int) -> int | None:
+        return None
+
     async def apply(self, version: int) -> dict[str, float]:
         self._engine.version = version
         return {"load": 0.0}

@@ -42,7 +42,7 @@ async def test_prompt_of_a_learner_that_died_does_not_wait_for_its_version(make_
     config = make_config(staleness={"max_staleness": 2})
     broker = Broker.connect(config)
     generator = Generator(config, "g1", broker, Logger("run", "g1"), LightEngine(config, 0.0))  # type: ignore[arg-type]
-    generator.receiver.version = 0
+    generator.receiver.standing.version = 0
     released = replace(prompt(0), released_version=3)
     broker.begin(3, [])
     with pytest.raises(TimeoutError):

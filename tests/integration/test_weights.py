@@ -23,11 +23,13 @@ from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import NOTHING_YET, PartialGroup, PartialResponse, VersionRun
 from common.weightcontrol import STOP
+from common.weightwire import GlooGroup
 from common.wirepartial import decode_partial, encode_partial
 from generator.engine import Engine, Sampled
 from generator.responses import Interrupted, usable
 from generator.transfer import GlooInPlaceTransfer
 from generator.updates import WeightReceiver
+from learner import transport
 from learner.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -172,15 +174,40 @@ async def test_update_other_member_dies_engine_goes_on_and_gets_it_in_the_next_g
     dying.close()
 
 
-async def test_staging_off_request_in_flight_goes_on_with_the_weights_received_in_place(fleet: Fleet) -> None:
+async def test_update_arrives_damaged_old_version_stays_and_it_is_sent_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await first_version(fleet, 25)
-    fleet.receiver._transfer = GlooInPlaceTransfer(fleet.engine)
-    request = asyncio.create_task(fleet.engine.sample("in place", PROMPTS[1], 4))
+    acks: list[tuple[object, int | None]] = []
+    acknowledge, send = fleet.broker.acknowledge, transport.send_buckets
+
+    def watched(message: dict[str, object]) -> str:
+        acks.append((message["stage"], fleet.engine.version))
+        return acknowledge(message)
+
+    def damaged(group: GlooGroup, buckets: list[torch.Tensor]) -> None:
+        monkeypatch.setattr(transport, "send_buckets", send)
+        send(group, [bucket + 1 for bucket in buckets])
+
+    monkeypatch.setattr(fleet.broker, "acknowledge", watched)
+    monkeypatch.setattr(transport, "send_buckets", damaged)
     await fleet.publish(26)
-    assert len(await request) == 4
-    for sample in await fleet.engine.sample("in place, after", PROMPTS[2], 2):
+    await asyncio.wait_for(fleet.receiver.wait_for_version(26), 20)
+    assert ("corrupt", 25) in acks and ("loaded", 26) in acks
+    for sample in await fleet.engine.sample("sound", PROMPTS[2], 2):
         assert sample.versions == (VersionRun(26, 0),)
         assert np.abs(sample.logprobs - fleet.logprobs(26, PROMPTS[2], sample)).max() < 1e-3
+
+
+async def test_staging_off_request_in_flight_goes_on_with_the_weights_received_in_place(fleet: Fleet) -> None:
+    await first_version(fleet, 27)
+    fleet.receiver._transfer = GlooInPlaceTransfer(fleet.engine)
+    request = asyncio.create_task(fleet.engine.sample("in place", PROMPTS[1], 4))
+    await fleet.publish(28)
+    assert len(await request) == 4
+    for sample in await fleet.engine.sample("in place, after", PROMPTS[2], 2):
+        assert sample.versions == (VersionRun(28, 0),)
+        assert np.abs(sample.logprobs - fleet.logprobs(28, PROMPTS[2], sample)).max() < 1e-3
 
 
 async def test_half_a_response_goes_on_elsewhere_and_every_token_keeps_its_own_weights(fleet: Fleet) -> None:

@@ -10,17 +10,19 @@ from typing import Literal
 import torch
 
 from broker import Broker, Member
+from common.checksum import sampled_checksum
 from common.weightcontrol import Ack, Commit, Form, Stage, Update, read_control
 from common.weightwire import plan_buckets
 from generator.receive import StagedReceive
 
-Flaw = Literal["deaf", "dies", "mute"]
+Flaw = Literal["deaf", "dies", "mute", "damaged", "always damaged"]
 
 
 class PlainGenerator:
     """Receives weights as a generator does and keeps them in `weights`, per version.
 
-    `flaw`: "deaf" never answers a Form; "dies" vanishes when it should receive; "mute" never says that it has loaded.
+    `flaw`: "deaf" never answers a Form; "dies" vanishes when it should receive; "mute" never says that it has loaded;
+    "damaged" finds other bytes than were sent, the first time; "always damaged" every time.
     """
 
     def __init__(self, broker: Broker, generator_id: str, flaw: Flaw | None = None) -> None:
@@ -56,8 +58,8 @@ class PlainGenerator:
         while not self.done.wait(self.broker.config.broker.heartbeat_s):
             self._beat()
 
-    def _say(self, stage: Stage, epoch: int, version: int) -> None:
-        self.broker.acknowledge(Ack(self.id, epoch, version, stage).message())
+    def _say(self, stage: Stage, epoch: int, version: int, checksum: int | None = None) -> None:
+        self.broker.acknowledge(Ack(self.id, epoch, version, stage, checksum=checksum).message())
 
     def _follow(self) -> None:
         receive: StagedReceive | None = None
@@ -79,17 +81,25 @@ class PlainGenerator:
                     if self.flaw == "dies":
                         self.done.set()
                         return
-                    receive.stage(plan_buckets(control.parameters, self.forms[-1].bucket_bytes))
+                    receive.stage(plan_buckets(control.parameters, self.forms[-1].bucket_bytes), control.version)
                 elif isinstance(control, Commit) and control.epoch == epoch and receive is not None:
                     self._load(control, receive)
 
     def _load(self, commit: Commit, receive: StagedReceive) -> None:
         if self.flaw == "mute":
             return
+        checksum = receive.checksum(commit.version)
+        if self.flaw in ("damaged", "always damaged"):
+            self.flaw = None if self.flaw == "damaged" else self.flaw
+            buckets = receive.take()
+            buckets[0][:300] += 1
+            checksum = sampled_checksum(receive.plan, buckets, commit.version)
+            self._say("corrupt", commit.epoch, commit.version, checksum)
+            return
         buckets = zip(receive.plan, receive.take(), strict=True)
         received = {slot.parameter.name: slot.view(bucket) for slots, bucket in buckets for slot in slots}
         self._state = "serving"
-        self._say("loaded", commit.epoch, commit.version)
+        self._say("loaded", commit.epoch, commit.version, checksum)
         with self.loaded:
             self.weights[commit.version] = received
             self.loaded.notify_all()
