@@ -37,7 +37,7 @@ class StagedReceive:
 
     def stage(self, plan: Plan, version: int, prepare: Prepare | None = None) -> None:
         """Start to receive the buckets of `plan`, the weights of `version`. The sender waits until `prepare`, called in
-        the thread with all of them, is through; it may take them out of its list. What it raises is raised by `take`."""
+        the thread with all of them, is through; it may take them out of its list. What it raises, `take` raises."""
         self.plan, self._buckets, self._complete = plan, [], False
         self._checksum = SampledChecksum(plan, version)
         self._thread = self._start(lambda: self._receive(prepare), self._thread)

@@ -74,7 +74,7 @@ def play(config: Config) -> int:
             Command(
                 name, "generator", (sys.executable, *hooks, "generator", str(path)),
                 {**one, "HEADRACE_GENERATOR_ID": name},
-            )  # fmt: skip
+            )
             for name in (*FOUNDERS, JOINER)
         ),
         Command("learner", "learner", (sys.executable, *torchrun, *hooks, "learner", str(path)), one),
