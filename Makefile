@@ -49,8 +49,9 @@ quickstart: $(STAMP) ## Train a small real model on two CPU cores and see it get
 test: $(STAMP) ## Run the whole test suite
 	$(TEST_ENV) $(BIN)/python -m pytest
 
-chaos: $(STAMP) ## Kill every part of a fleet at random, 200 times; nothing may be lost or trained twice
+chaos: $(STAMP) ## Kill every part of a fleet at random, 200 times, and a real learner 20 times; nothing may be lost or trained twice
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --seeds 5 --kills 200
+	$(TEST_ENV) $(BIN)/python -m tests.chaos.resume --kills 20
 	$(TEST_ENV) $(BIN)/python -m tests.chaos.elastic
 
 learn: $(STAMP) ## Measure the ablations of docs and benchmarks/RESULTS.md (about an hour and a half on two cores)

@@ -22,12 +22,12 @@ _CLUSTER = "+cluster|slots +cluster|myid +command +asking"
 _Right = tuple[str, str]
 
 _MEMBER: tuple[_Right, ...] = (
-    ("xgroup|create", "prompts eval groups"),
+    ("xgroup|create", "prompts eval"),
     ("hset hgetall", "members"),
     ("hget", "state"),
     ("hlen", "answers"),
 )
-_LEDGER: tuple[_Right, ...] = (("xlen", "prompts groups"), ("zcard", "unsettled"), ("hgetall", "ledger"))
+_LEDGER: tuple[_Right, ...] = (("xlen", "prompts groups"), ("zcard", "outstanding unsettled"), ("hgetall", "ledger"))
 
 _RIGHTS: dict[Role, tuple[_Right, ...]] = {
     "broker": (
@@ -37,7 +37,8 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("hset hget", "elastic"),
         ("xadd xack xdel xrange xpending xinfo|consumers xgroup|delconsumer", "prompts eval"),
         ("hincrby", "ledger state"),
-        ("zadd zcard", "outstanding"),
+        ("zadd", "outstanding"),
+        ("zremrangebyscore", "closed"),
         ("xread", "events"),
         ("hset hget hmget hdel hgetall", "rounds"),
         ("hgetall del", "answers"),
@@ -50,9 +51,10 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd memory|usage", "groups"),
         ("xadd", "dead events"),
         ("hincrby", "ledger"),
-        ("zadd zscore zremrangebyscore", "closed"),
+        ("zadd zscore", "closed"),
         ("hset", "arrived"),
         ("zrem", "outstanding contained"),
+        ("zscore", "outstanding"),
         ("hdel", "expiries"),
         ("hget hmget", "rounds"),
         ("hsetnx hget hexists", "answers"),
@@ -62,13 +64,13 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
     "learner": (
         *_MEMBER,
         *_LEDGER,
-        ("xreadgroup xread xack xdel xrange xinfo|stream xgroup|destroy", "groups"),
+        ("xreadgroup xack xdel xrange xgroup|create xgroup|destroy", "groups"),
         ("xadd", "prompts dead events"),
         ("hincrby", "ledger state"),
         ("hset hdel", "state"),
-        ("hget hdel", "arrived"),
+        ("hget hmget hdel", "arrived"),
         ("hincrby hdel", "expiries"),
-        ("zadd zrem zscore zcount zunionstore", "outstanding unsettled"),
+        ("zadd zrem zscore zmscore zcount zunionstore", "outstanding unsettled"),
         ("del", "unsettled"),
         ("zadd zremrangebyscore", "contained"),
         ("hget", "elastic"),

@@ -6,20 +6,31 @@ a new one, fences the older ones and delivers again whatever the restored weight
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from broker.keys import LEARNER
+import redis
+
+from broker.keys import LEARNER, learner_group
 from broker.link import MAX_BLOCK_MS, Link, _log
 from broker.records import Delivery
 from common import wire
-from common.errors import WireError
+from common.errors import HeadraceError, WireError
+
+# How an entry of the stream came there. Only what came through a lease is trained.
+_LEASED, _DUPLICATE, _FOREIGN = range(3)
+
+_Entry = tuple[str, str, bytes, int]  # entry id, group id, payload, origin
 
 
 class GroupQueue(Link):
-    """Methods of `Broker` around the `groups` stream. All but `version` and `finished` are for the learner's rank 0."""
+    """Methods of `Broker` around the `groups` stream. All but `version` and `finished` are for the learner's rank 0,
+    and `take` for one thread of it."""
+
+    _newest_taken = (0, "0")  # epoch, entry id
+    _in_doubt = False  # whether entries were perhaps delivered that did not arrive here
 
     def begin(self, version: int, contained: Collection[str]) -> int:
         """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
@@ -42,20 +53,10 @@ class GroupQueue(Link):
         Raises:
             FencedError: a newer incarnation began.
         """
-        last, entries = self._take(epoch, count)
-        if not entries and block_ms > 0:
-            block = min(block_ms, MAX_BLOCK_MS)
-            if self._call(lambda: self._client.xread({self.keys.groups: last}, count=1, block=block)):
-                _, entries = self._take(epoch, count)
         deliveries = []
-        for entry_id, group_id, payload, known in entries:
+        for entry_id, group_id, payload, origin in self._take(epoch, count, block_ms):
             try:
-                if not known:
-                    raise WireError("no lease of this run produced this entry")
-                group = wire.decode_group(payload, self.config.sampling.group_size)
-                if group.group_id != group_id:
-                    raise WireError(f"group {group.group_id} came under the id {group_id}")
-                deliveries.append(Delivery(entry_id, group))
+                deliveries.append(self._delivery(entry_id, group_id, payload, origin))
             except WireError as error:
                 _log.warning("group entry %s dead-lettered: %s", entry_id, error)
                 self._drop(epoch, "dead", str(error), 0, [(entry_id, group_id, b"")])
@@ -74,18 +75,16 @@ class GroupQueue(Link):
         sampled again they would be the same. Their budget is free. FencedError as `take`."""
         self._drop(epoch, "expired", "", 0, [(each.entry_id, each.group.group_id, b"") for each in deliveries])
 
-    def step(self, epoch: int, version: int, deliveries: Sequence[Delivery]) -> None:
-        """The optimizer steps that made `version`, the one after the last, trained these.
+    def step(self, epoch: int, version: int, deliveries: Sequence[Delivery], settle: Collection[str] = ()) -> int:
+        """The optimizer steps that made `version`, the one after the last, trained these. With `settle`, as that with
+        these group ids, in the same call; returns as it does.
 
         Raises:
             FencedError: as `take`.
             HeadraceError: LOST, the server came back without writes it had acknowledged (a power cut). Nothing was
                 recorded; a learner that resumes from the newest checkpoint puts it right.
         """
-        k = self.keys
-        pairs = [value for each in deliveries for value in (each.entry_id, each.group.group_id)]
-        keys = [k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding]
-        self._run("step", keys, [epoch, version, *pairs])
+        return self._train(epoch, version, deliveries, settle)
 
     def settle(self, epoch: int, group_ids: Collection[str]) -> int:
         """The effect of these trained groups is durable: acknowledge and delete them. FencedError as `take`.
@@ -93,11 +92,7 @@ class GroupQueue(Link):
         Returns:
             How many were settled now; groups that were never trained, or are settled already, do not count.
         """
-        if not group_ids:
-            return 0
-        k = self.keys
-        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries]
-        return int(self._run("settle", keys, [LEARNER, epoch, *group_ids]))
+        return self._train(epoch, None, (), group_ids) if group_ids else 0
 
     def outstanding_until(self, versions: Sequence[int]) -> list[int]:
         """For each of `versions`, how many of the outstanding groups were released at that version or before, wherever
@@ -107,8 +102,7 @@ class GroupQueue(Link):
 
     def hold(self, epoch: int) -> None:
         """Make sure that this incarnation is the newest. FencedError as `take`."""
-        k = self.keys
-        self._run("settle", [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.expiries], [LEARNER, epoch])
+        self._train(epoch, None, (), ())
 
     def version(self) -> int:
         """The learner's policy version."""
@@ -122,13 +116,67 @@ class GroupQueue(Link):
         """Whether the run has reached its last step, and no learner has begun since."""
         return self._call(lambda: self._client.hget(self.keys.state, "finished")) is not None
 
-    def _take(self, epoch: int, count: int) -> tuple[str, list[tuple[str, str, bytes, bool]]]:
+    def _train(
+        self, epoch: int, version: int | None, trained: Sequence[Delivery], settled: Collection[str]
+    ) -> int:
         k = self.keys
-        request = uuid.uuid4().hex
-        last, entries = self._run("take", [k.groups, k.state, k.arrived], [LEARNER, epoch, count, request])
-        return last.decode(), [
-            (entry_id.decode(), group_id.decode(errors="replace"), payload, bool(known))
-            for entry_id, group_id, payload, known in entries
+        keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries]
+        ids, entries = [each.group.group_id for each in trained], [each.entry_id for each in trained]
+        step = "" if version is None else version
+        args = [learner_group(epoch), epoch, step, len(ids), *ids, *entries, *settled]
+        return int(self._run("train", keys, args))
+
+    def _delivery(self, entry_id: str, group_id: str, payload: bytes, origin: int) -> Delivery:
+        """Raises WireError, naming the entry, where it is not a group of `group_size` that came through a lease."""
+        try:
+            if origin != _LEASED:
+                other = f"group {group_id} is there under another entry" if origin == _DUPLICATE else "foreign"
+                raise WireError(f"no lease of this run produced it ({other})")
+            group = wire.decode_group(payload, self.config.sampling.group_size)
+            if group.group_id != group_id:
+                raise WireError(f"group {group.group_id} came under the id {group_id}")
+        except WireError as error:
+            raise WireError(f"entry {entry_id}: {error}") from None
+        return Delivery(entry_id, group)
+
+    def _take(self, epoch: int, count: int, block_ms: int) -> list[_Entry]:
+        """Up to `count` entries, which this epoch holds from now on. Payloads do not pass through Lua, which would cost
+        more than all the rest; the consumer group, which is the epoch's own, is what fences.
+
+        A call that is repeated, since its reply was lost, asks first for what this epoch holds beyond the newest entry
+        that arrived here, so that nothing stays behind.
+        """
+        k, group, consumer = self.keys, learner_group(epoch), f"epoch-{epoch}"
+        arrived_epoch, newest = self._newest_taken
+        block = min(block_ms, MAX_BLOCK_MS) if block_ms > 0 else None
+        read = partial(self._client.xreadgroup, group, consumer, count=count)
+
+        def once() -> Any:
+            if self._in_doubt:
+                held = read({k.groups: newest if arrived_epoch == epoch else "0"})[0][1]
+                if held:
+                    return held
+            self._in_doubt = True
+            reply = read({k.groups: ">"}, block=block)
+            self._in_doubt = False
+            return reply[0][1] if reply else []
+
+        try:
+            found = self._call(once)
+        except HeadraceError as error:
+            if isinstance(error.__cause__, redis.ResponseError):
+                self.hold(epoch)  # there is no such consumer group: a newer learner began, if this says so
+            raise
+        if not found:
+            return []
+        # An entry that was deleted while it was held has no fields.
+        entries = [(entry_id.decode(), fields or {}) for entry_id, fields in found]
+        self._newest_taken = (epoch, entries[-1][0])
+        ids = [fields.get(b"g", b"") for _, fields in entries]
+        arrived = self._call(lambda: self._client.hmget(k.arrived, ids))
+        return [
+            (entry_id, group_id.decode(errors="replace"), fields.get(b"p", b""), _origin(entry_id, came))
+            for (entry_id, fields), group_id, came in zip(entries, ids, arrived, strict=True)
         ]
 
     def _prompts_of(self, deliveries: Sequence[Delivery]) -> tuple[int, list[bytes]]:
@@ -154,4 +202,11 @@ class GroupQueue(Link):
             keys = [k.groups, k.dead, k.ledger, k.state, k.arrived, k.unsettled, k.events]
             keys += [k.prompts, k.outstanding, k.expiries]
             values = [value for entry in entries for value in entry]
-            self._run("drop", keys, [LEARNER, epoch, counter, error, version, *values])
+            self._run("drop", keys, [learner_group(epoch), epoch, counter, error, version, *values])
+
+
+def _origin(entry_id: str, arrived: bytes | None) -> int:
+    """`arrived`: the entry under which the group of this one came through a lease."""
+    if arrived is None:
+        return _FOREIGN
+    return _LEASED if arrived.decode() == entry_id else _DUPLICATE

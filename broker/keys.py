@@ -6,10 +6,10 @@ slot and one script may touch several of them.
 | key       | type   | holds |
 |-----------|--------|-------|
 | prompts   | stream | `g` group id, `p` prompt, `t` ms of its release: unanswered; an entry id is a fencing token |
-| groups    | stream | `g`, `t`, `p` group, `q` its prompt, `c` its generator: not yet durable; one consumer per epoch |
+| groups    | stream | `g`, `t`, `p` group, `q` its prompt, `c` its generator: not durable; one reader group per epoch |
 | dead      | stream | the fields of what died, and `error`, `kind`, `by`: dead letters, the newest 1000 or so |
 | ledger    | hash   | counters of what happened; see `broker.records.Ledger` |
-| state     | hash   | position, version, epoch, finished, and the last take of the learner |
+| state     | hash   | position, version, epoch, finished |
 | arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
 | outstanding | zset | group id scored by the version it was released at: released, and neither trained nor ended |
 | unsettled | zset   | the same of groups that were trained and are in no durable checkpoint yet |
@@ -29,6 +29,11 @@ from __future__ import annotations
 
 GENERATORS = "generators"
 LEARNER = "learner"
+
+
+def learner_group(epoch: int) -> str:
+    """The consumer group of one incarnation of the learner. `begin` destroys the one before, which fences it."""
+    return f"{LEARNER}-{epoch}"
 
 
 class Keys:

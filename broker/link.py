@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import redis
 from redis.exceptions import RedisClusterException
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from broker.keys import GENERATORS, LEARNER, Keys
+from broker.keys import GENERATORS, Keys
 from broker.pressure import BrokerFullError, Pressure
 from common.config import Config
 from common.errors import FencedError, HeadraceError
@@ -66,9 +66,9 @@ class Link:
         self._client = client
 
     def open(self) -> None:
-        """Make the run's streams, where they are not there yet."""
+        """Make the streams that generators read, where they are not there yet."""
         k = self.keys
-        self._run("open", [k.prompts, k.eval, k.groups], [GENERATORS, GENERATORS, LEARNER])
+        self._run("open", [k.prompts, k.eval], [GENERATORS, GENERATORS])
 
     def close(self) -> None:
         self._client.close()
@@ -100,14 +100,23 @@ class Link:
             HeadraceError: unreachable for `broker.reconnect_s`, or an error of the server.
         """
         deadline_s = self.config.broker.reconnect_s
-        retrying = Retrying(
-            retry=retry_if_exception(_transient),
-            stop=stop_after_delay(deadline_s),
-            wait=wait_random_exponential(multiplier=0.05, max=2.0),
-            before_sleep=self._before_retry,
-            reraise=True,
-        )
         try:
+            try:
+                return function()
+            except (redis.RedisError, RedisClusterException) as error:
+                if not _transient(error):
+                    raise
+                self._before_retry(error, 1)
+            # Only now, since the machinery costs as much as a call that succeeds.
+            retrying = Retrying(
+                retry=retry_if_exception(_transient),
+                stop=stop_after_delay(deadline_s),
+                wait=wait_random_exponential(multiplier=0.05, max=2.0),
+                before_sleep=lambda state: self._before_retry(
+                    state.outcome.exception() if state.outcome else None, state.attempt_number + 1
+                ),
+                reraise=True,
+            )
             return retrying(function)
         except redis.OutOfMemoryError as error:
             why = "it is at its memory limit; raise broker.maxmemory_mb, or the server's maxmemory"
@@ -131,10 +140,9 @@ class Link:
             return HeadraceError(f"broker {self.url}: {error}; `headrace broker acl` prints what each role needs")
         return HeadraceError(f"broker {self.url}: {error}")
 
-    def _before_retry(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
+    def _before_retry(self, error: BaseException | None, attempts: int) -> None:
         pool = getattr(self._client, "connection_pool", None)
         if isinstance(error, redis.ReadOnlyError) and pool is not None:
             pool.disconnect(inuse_connections=False)  # this server was demoted; its name may lead to another one now
-        if state.attempt_number == 2:  # one line per outage; the first failure is often just a stale connection
+        if attempts == 2:  # one line per outage; the first failure is often just a stale connection
             _log.warning("the broker does not answer (%s); trying for %g s", error, self.config.broker.reconnect_s)

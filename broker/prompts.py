@@ -119,7 +119,7 @@ class PromptQueue(Link):
             (entry_id.decode(), consumer.decode())
             for stream in (self.keys.prompts, self.keys.eval)
             for entry_id, consumer in self._run(
-                "reclaim", [stream, self.keys.members], [GENERATORS, *ttls, _RECLAIM_LIMIT]
+                "reclaim", [stream, self.keys.members, self.keys.closed], [GENERATORS, *ttls, _RECLAIM_LIMIT]
             )
         ]
 

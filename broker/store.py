@@ -63,16 +63,15 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet, Elastic):
     def ledger(self) -> Ledger:
         """The ledger, of one instant."""
         k = self.keys
-        prompts, groups, unsettled, flat = self._run("ledger", [k.prompts, k.groups, k.unsettled, k.ledger], [])
+        keys = [k.prompts, k.groups, k.unsettled, k.ledger, k.outstanding]
+        outstanding, flat = self._run("ledger", keys, [])
         counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-        return Ledger(
-            **{name: counters.get(name, 0) for name in _COUNTERS}, outstanding=prompts + groups - unsettled
-        )
+        return Ledger(**{name: counters.get(name, 0) for name in _COUNTERS}, outstanding=outstanding)
 
     def queues(self) -> Queues:
         """What waits and what is held. Lengths are exact: waiting = XLEN - pending, since what is done is deleted."""
         k = self.keys
-        keys = [k.prompts, k.groups, k.unsettled, k.dead]
+        keys = [k.prompts, k.groups, k.unsettled, k.dead, k.state]
         prompts, leased, groups, held, unsettled, dead = self._run("queues", keys, [GENERATORS, LEARNER])
         return Queues(
             prompts_waiting=prompts - leased,
@@ -86,7 +85,7 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet, Elastic):
     def unfinished(self) -> Unfinished:
         """The oldest groups that have not ended, and how often those that have not ended expired; of one instant."""
         k = self.keys
-        keys = [k.prompts, k.groups, k.outstanding, k.unsettled, k.arrived, k.expiries]
+        keys = [k.prompts, k.groups, k.outstanding, k.unsettled, k.arrived, k.expiries, k.state]
         outstanding, unsettled, flat = self._run("oldest", keys, [GENERATORS, LEARNER])
         expiries = {name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}
         return Unfinished(_whereabouts(outstanding), _whereabouts(unsettled, trained=True), expiries)

@@ -1,14 +1,19 @@
 """Messages between the rooms: msgpack, never pickle.
 
 A message is a msgpack map with the schema version under `"v"` and its kind under `"t"`. An array is a map
-`{"d": dtype, "s": length, "b": raw little-endian bytes}`. Everything is checked before it is believed: kinds, dtypes,
-lengths, ranges; a message that does not fit raises `WireError` with the id (where it could be read) and the reason.
+`{"d": dtype, "s": length, "b": raw little-endian bytes}`. The responses of a group lie end to end, in one array for
+each of their fields: a group is a hundred msgpack values, whatever its size. Everything is checked before it is
+believed: lengths before anything is built, then kinds, dtypes and ranges. A message that does not fit raises
+`WireError` with the id (where it could be read) and the reason. Reading one never takes more memory than its own length
+and a few MB.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -16,66 +21,111 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import WireError
-from common.trajectory import EvalAnswer, EvalAnswers, Group, Prompt, Response, VersionRun
+from common.trajectory import EvalAnswer, EvalAnswers, FinishReason, Group, Prompt, Response, VersionRun
+from common.wireshape import check_shape
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
-_DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
+_DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "i8", "f4", "f8", "u1")}
 _LARGEST = 2**63 - 1  # what an int64 array of versions can hold
+# Values a message may hold. Columns of a prompt are the user's; a broadcast names all parameters of a model.
+_MOST_VALUES = {"group": 256, "prompt": 2**16}
+_MOST_VALUES_OTHERWISE = 2**18
+_FINISH: tuple[FinishReason, ...] = ("stop", "length")
+_CORRECT = (False, True, None)
 
 
-def pack(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Pack a message of plain values (and arrays from `pack_array`)."""
-    return msgpack.packb({"v": SCHEMA_VERSION, "t": kind, **body}, use_bin_type=True)
+def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, Sequence[NDArray[Any]]] | None = None) -> bytes:
+    """Pack a message of plain values (and arrays from `pack_array`), and fields that are `arrays` laid end to end.
+
+    Raises:
+        WireError: an array that `pack_array` would refuse, or arrays of one field that differ in dtype.
+    """
+    packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+    plain, chunked = {"v": SCHEMA_VERSION, "t": kind, **body}, arrays or {}
+    packer.pack_map_header(len(plain) + len(chunked))
+    for key, value in plain.items():
+        packer.pack(key)
+        packer.pack(value)
+    parts: list[Any] = [packer.bytes()]
+    for key, chunks in chunked.items():
+        parts += _joined(key, chunks)
+    return b"".join(parts)  # the one copy that is made of the arrays
+
+
+def _joined(key: str, chunks: Sequence[NDArray[Any]]) -> list[Any]:
+    """The field `key`, as parts of a message: what `pack_array` of the concatenated chunks would give."""
+    codes = {_code(chunk) for chunk in chunks}
+    if len(codes) != 1:
+        raise WireError(f"{key}: arrays of dtypes {sorted(codes)}; expected some, of one dtype")
+    code = codes.pop()
+    dtype, length = _DTYPES[code], sum(len(chunk) for chunk in chunks)
+    head = msgpack.packb(key) + b"\x83" + b"".join(msgpack.packb(each) for each in ("d", code, "s", length, "b"))
+    size = b"\xc6" + (length * dtype.itemsize).to_bytes(4)
+    return [head, size, *(np.ascontiguousarray(chunk, dtype=dtype) for chunk in chunks)]
 
 
 def unpack(data: bytes, kind: str) -> dict[str, Any]:
     """Unpack a message and check its schema version and kind.
 
     Raises:
-        WireError: not msgpack, not a map, another schema version or another kind.
+        WireError: not msgpack, too large, not a map, another schema version or another kind.
     """
+    where = f"{kind} message"
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{kind} message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        raise WireError(f"{where} of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    check_shape(data, _MOST_VALUES.get(kind, _MOST_VALUES_OTHERWISE), where)
     try:
         message = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:  # msgpack's other errors are ValueErrors
         reason = error or type(error).__name__
-        raise WireError(f"{kind} message of {len(data)} bytes is not msgpack: {reason}") from error
+        raise WireError(f"{where} of {len(data)} bytes is not msgpack: {reason}") from error
     if not isinstance(message, dict):
-        raise WireError(f"{kind} message is a {type(message).__name__}; expected a map")
+        raise WireError(f"{where} is a {type(message).__name__}; expected a map")
     version = message.get("v")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise WireError(f"{kind} message has schema version {version!r}; this headrace reads {SCHEMA_VERSION}")
+        raise WireError(f"{where} has schema version {version!r:.80}; this headrace reads {SCHEMA_VERSION}")
     if message.get("t") != kind:
-        raise WireError(f"message is of kind {message.get('t')!r}; expected {kind!r}")
+        raise WireError(f"message is of kind {message.get('t')!r:.80}; expected {kind!r}")
     return message
 
 
+def _code(array: NDArray[Any]) -> str:
+    code = f"{array.dtype.kind}{array.dtype.itemsize}"
+    if code not in _DTYPES or array.ndim != 1:
+        raise WireError(
+            f"array of dtype {array.dtype}, shape {array.shape}; expected int32, int64, float32, float64 or uint8, one "
+            "dimension"
+        )
+    return code
+
+
 def pack_array(array: NDArray[Any]) -> dict[str, Any]:
-    """A one-dimensional int32 or float32 array as a wire map.
+    """A one-dimensional int32, int64, float32, float64 or uint8 array as a wire map.
 
     Raises:
         WireError: another dtype or shape; nothing is converted in silence.
     """
-    code = f"{array.dtype.kind}{array.dtype.itemsize}"
-    if code not in _DTYPES or array.ndim != 1:
-        raise WireError(f"array of dtype {array.dtype}, shape {array.shape}; expected int32 or float32, one dimension")
+    code = _code(array)
     return {"d": code, "s": len(array), "b": array.astype(_DTYPES[code], copy=False).tobytes()}
 
 
-def unpack_array(value: Any, code: str, where: str) -> NDArray[Any]:
-    """The array in a wire map, of dtype `code` ("i4" or "f4"); read-only, since it shares the message's bytes."""
+def unpack_array(value: Any, code: str, where: str, length: int | None = None) -> NDArray[Any]:
+    """The array in a wire map, of dtype `code` ("i4" and so on), and of `length` where it is given; read-only, since it
+    shares the message's bytes."""
     if not isinstance(value, dict) or value.keys() != {"d", "s", "b"}:
         raise WireError(f"{where}: expected an array map with d, s and b")
     if value["d"] != code:
-        raise WireError(f"{where}: dtype is {value['d']!r}; expected {code!r}")
-    length, raw = value["s"], value["b"]
-    if type(length) is not int or length < 0 or not isinstance(raw, bytes):
-        raise WireError(f"{where}: length {length!r} with {type(raw).__name__} data; expected bytes and a length >= 0")
-    if len(raw) != length * _DTYPES[code].itemsize:
-        raise WireError(f"{where}: {len(raw)} bytes for {length} values of {_DTYPES[code].itemsize} bytes each")
+        raise WireError(f"{where}: dtype is {value['d']!r:.80}; expected {code!r}")
+    said, raw = value["s"], value["b"]
+    if type(said) is not int or said < 0 or not isinstance(raw, bytes):
+        kind = type(raw).__name__
+        raise WireError(f"{where}: length {said!r:.80} with {kind} data; expected bytes and a length >= 0")
+    if len(raw) != said * _DTYPES[code].itemsize:
+        raise WireError(f"{where}: {len(raw)} bytes for {said} values of {_DTYPES[code].itemsize} bytes each")
+    if length is not None and said != length:
+        raise WireError(f"{where}: {said} values; expected {length}")
     return np.frombuffer(raw, dtype=_DTYPES[code])
 
 
@@ -146,32 +196,29 @@ def decode_prompt(data: bytes) -> Prompt:
     )
 
 
-def _pack_response(response: Response) -> dict[str, Any]:
-    return {
-        "ids": pack_array(response.token_ids),
-        "logprobs": pack_array(response.logprobs),
-        "versions": [[run.version, run.start] for run in response.versions],
-        "finish": response.finish_reason,
-        "raw_reward": response.raw_reward,
-        "reward": response.reward,
-        "correct": response.correct,
-    }
-
-
 def encode_group(group: Group) -> bytes:
-    return pack(
-        "group",
-        {
-            "id": group.group_id,
-            "prompt": pack_array(group.prompt_ids),
-            "size": len(group.responses),
-            "responses": [_pack_response(response) for response in group.responses],
-            "generator": group.generator,
-            "temperature": group.temperature,
-            "sampled_at": group.sampled_at,
-            "version": group.released_version,
-        },
-    )
+    """Raises WireError where an array has another dtype or shape than `common.trajectory` says."""
+    responses = group.responses
+    runs = [run for response in responses for run in response.versions]
+    body = {
+        "id": group.group_id,
+        "prompt": pack_array(group.prompt_ids),
+        "size": len(responses),
+        "generator": group.generator,
+        "temperature": group.temperature,
+        "sampled_at": group.sampled_at,
+        "version": group.released_version,
+        "lengths": pack_array(np.array([len(each.token_ids) for each in responses], dtype=np.int32)),
+        "runs": pack_array(np.array([len(each.versions) for each in responses], dtype=np.int32)),
+        "run_versions": pack_array(np.array([run.version for run in runs], dtype=np.int64)),
+        "run_starts": pack_array(np.array([run.start for run in runs], dtype=np.int32)),
+        "finish": pack_array(np.array([_FINISH.index(each.finish_reason) for each in responses], dtype=np.uint8)),
+        "raw_rewards": pack_array(np.array([each.raw_reward for each in responses], dtype=np.float64)),
+        "rewards": pack_array(np.array([each.reward for each in responses], dtype=np.float64)),
+        "correct": pack_array(np.array([_CORRECT.index(each.correct) for each in responses], dtype=np.uint8)),
+    }
+    tokens, logprobs = [each.token_ids for each in responses], [each.logprobs for each in responses]
+    return pack("group", body, {"tokens": tokens, "logprobs": logprobs})
 
 
 def decode_group(data: bytes, group_size: int | None = None) -> Group:
@@ -185,14 +232,12 @@ def decode_group(data: bytes, group_size: int | None = None) -> Group:
     where = f"group {group_id}"
     prompt_ids = _token_ids(message.get("prompt"), f"{where}: prompt")
     size = _count(message, "size", where)
-    responses = _field(message, "responses", list, where)
-    expected = size if group_size is None else group_size
-    if len(responses) != expected or size != expected or expected == 0:
-        raise WireError(f"{where}: {len(responses)} responses, said to be {size}; expected {expected}, at least 1")
+    if size == 0 or (group_size is not None and size != group_size):
+        raise WireError(f"{where}: {size} responses; expected {group_size or 'at least 1'}")
     return Group(
         group_id=group_id,
         prompt_ids=prompt_ids,
-        responses=tuple(_unpack_response(r, f"{where}: response {i}") for i, r in enumerate(responses)),
+        responses=_unpack_responses(message, size, where),
         generator=_field(message, "generator", str, where),
         temperature=_number(message, "temperature", where),
         sampled_at=_number(message, "sampled_at", where),
@@ -200,46 +245,84 @@ def decode_group(data: bytes, group_size: int | None = None) -> Group:
     )
 
 
-def _unpack_response(value: Any, where: str) -> Response:
-    if not isinstance(value, dict):
-        raise WireError(f"{where}: is a {type(value).__name__}; expected a map")
-    token_ids = _token_ids(value.get("ids"), where)
-    logprobs = unpack_array(value.get("logprobs"), "f4", f"{where}: logprobs")
-    if len(logprobs) != len(token_ids):
-        raise WireError(f"{where}: {len(token_ids)} tokens and {len(logprobs)} logprobs; expected as many")
+def _unpack_responses(message: Mapping[str, Any], size: int, where: str) -> tuple[Response, ...]:
+    def array(name: str, code: str, length: int) -> NDArray[Any]:
+        return unpack_array(message.get(name), code, f"{where}: {name}", length)
+
+    # Short ones are checked as lists: for a few values that is several times faster than a call into numpy.
+    ends = _ends(array("lengths", "i4", size).tolist(), f"{where}: lengths")
+    tokens, logprobs = array("tokens", "i4", ends[-1]), array("logprobs", "f4", ends[-1])
+    if int(tokens.min()) < 0:
+        _refuse("token id", tokens, tokens < 0, ends, ">= 0", where)
     if not np.isfinite(logprobs).all():
-        raise WireError(f"{where}: a logprob is not finite")
-    finish = value.get("finish")
-    if finish not in ("stop", "length"):
-        raise WireError(f"{where}: finish reason {finish!r}; expected 'stop' or 'length'")
-    correct = value.get("correct")
-    if correct is not None and not isinstance(correct, bool):
-        raise WireError(f"{where}: correct is {correct!r}; expected true, false or null")
-    return Response(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        versions=_unpack_versions(value.get("versions"), len(token_ids), where),
-        finish_reason=finish,
-        raw_reward=_number(value, "raw_reward", where),
-        reward=_number(value, "reward", where),
-        correct=correct,
-    )
+        _refuse("logprob", logprobs, ~np.isfinite(logprobs), ends, "a finite number", where)
+    runs = _unpack_runs(message, ends, where)
+    raw_rewards, rewards = array("raw_rewards", "f8", size).tolist(), array("rewards", "f8", size).tolist()
+    finish, correct = array("finish", "u1", size).tolist(), array("correct", "u1", size).tolist()
+    responses = []
+    begin = 0
+    for i, end in enumerate(ends):
+        if not (math.isfinite(raw_rewards[i]) and math.isfinite(rewards[i])):
+            raise WireError(f"{where}: response {i}: rewards {raw_rewards[i]}, {rewards[i]}; expected finite numbers")
+        if finish[i] >= len(_FINISH) or correct[i] >= len(_CORRECT):
+            raise WireError(
+                f"{where}: response {i}: finish {finish[i]}, correct {correct[i]}; expected 0 (stop) or 1 (length), "
+                "and 0 (no), 1 (yes) or 2 (unknown)"
+            )
+        finish_reason, judged = _FINISH[finish[i]], _CORRECT[correct[i]]
+        response = Response(
+            tokens[begin:end], logprobs[begin:end], runs[i], finish_reason, raw_rewards[i], rewards[i], judged
+        )
+        responses.append(response)
+        begin = end
+    return tuple(responses)
 
 
-def _unpack_versions(value: Any, tokens: int, where: str) -> tuple[VersionRun, ...]:
-    """Runs start at token 0, begin one after the other, and end within the response. Versions may fall: a learner that
-    resumed from an older checkpoint publishes older weights."""
-    runs: list[VersionRun] = []
-    for item in value if isinstance(value, list) else []:
-        if not (isinstance(item, list) and len(item) == 2 and all(type(x) is int and 0 <= x <= _LARGEST for x in item)):
-            raise WireError(f"{where}: version run {item!r:.80}; expected [version, start]")
-        run = VersionRun(version=item[0], start=item[1])
-        if run.start >= tokens or (runs and (run.start <= runs[-1].start or run.version == runs[-1].version)):
-            raise WireError(f"{where}: version run {item} out of order or beyond {tokens} tokens")
-        runs.append(run)
-    if not runs or runs[0].start != 0:
-        raise WireError(f"{where}: version runs {value!r:.80} do not start at token 0")
-    return tuple(runs)
+def _ends(lengths: list[int], where: str) -> list[int]:
+    """Where each of the parts of these lengths ends that lie end to end. None is empty."""
+    if min(lengths) < 1:
+        raise WireError(f"{where}: response {lengths.index(min(lengths))} has {min(lengths)}; expected at least 1")
+    return list(itertools.accumulate(lengths))
+
+
+def _refuse(
+    name: str, values: NDArray[Any], bad: NDArray[np.bool_], ends: Sequence[int], expected: str, where: str
+) -> None:
+    """Raise for the first bad value, naming the response whose part, ending at `ends[response]`, it lies in."""
+    index = int(bad.argmax())
+    response = bisect.bisect_right(ends, index)
+    raise WireError(f"{where}: response {response}: {name} {values[index]}; expected {expected}")
+
+
+def _unpack_runs(message: Mapping[str, Any], ends: Sequence[int], where: str) -> list[tuple[VersionRun, ...]]:
+    """The version runs of every response, which ends before token `ends[response]` of the group."""
+    counts = unpack_array(message.get("runs"), "i4", f"{where}: runs", len(ends)).tolist()
+    run_ends = _ends(counts, f"{where}: runs")
+    versions = unpack_array(message.get("run_versions"), "i8", f"{where}: run_versions", run_ends[-1]).tolist()
+    starts = unpack_array(message.get("run_starts"), "i4", f"{where}: run_starts", run_ends[-1]).tolist()
+    pairs = list(zip(versions, starts, strict=True))
+    made = {pair: VersionRun(*pair) for pair in set(pairs)}  # responses of a group mostly share them
+    of_response, begin, first = [], 0, 0
+    for response, (end, last) in enumerate(zip(ends, run_ends, strict=True)):
+        runs = pairs[first:last]
+        _check_runs(runs, end - begin, where, response)
+        of_response.append(tuple([made[pair] for pair in runs]))
+        begin, first = end, last
+    return of_response
+
+
+def _check_runs(runs: list[tuple[int, int]], tokens: int, where: str, response: int) -> None:
+    """Runs (version, start) start at token 0, begin one after the other, and end within the response. Versions may
+    fall: a learner that resumed from an older checkpoint publishes older weights."""
+    before_version, before_start = -1, -1
+    for version, start in runs:
+        late = start <= before_start if before_start >= 0 else start != 0
+        if version < 0 or version == before_version or late or start >= tokens:
+            raise WireError(
+                f"{where}: response {response}: version run {[version, start]}; expected a version >= 0 other than the "
+                f"one before, at token 0 first, then later each time and before token {tokens}"
+            )
+        before_version, before_start = version, start
 
 
 def encode_answers(answers: EvalAnswers) -> bytes:

@@ -92,8 +92,8 @@ class Stored:
                 found, wanted = self.shapes[file], {name: list(fragments.shape(name)) for name in fragments.parameters}
                 if wrong := sorted(name for name in found.keys() | wanted if found.get(name) != wanted.get(name)):
                     raise ConfigError(
-                        f"model.path: {self.name} was made for another model: {file} has {wrong[0]} of shape "
-                        f"{found.get(wrong[0])}, the model {wanted.get(wrong[0])}; resume with the model it was made for"
+                        f"model.path: {self.name} was made for another model: in {file} {wrong[0]} is of shape "
+                        f"{found.get(wrong[0])}, in the model {wanted.get(wrong[0])}; resume with its own model"
                     )
 
     def load(self, engines: Mapping[str, Fragments], seed: int) -> None:

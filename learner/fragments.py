@@ -2,11 +2,11 @@
 
 DeepSpeed lays parameters into flat partitions that depend on stage and ranks. A `Fragment` says which part of which
 parameter lies where; from there on stage and ranks do not matter: `gather` makes whole tensors on rank 0, `spread`
-brings whole tensors into whatever partitions there are now. Both go parameter by parameter, so that beside what they
-are asked for there is never more than one whole tensor. Every rank takes part.
+brings whole tensors into whatever partitions there are now. Both go parameter by parameter: beside what they are asked
+for there is never more than one whole tensor. Every rank takes part.
 
-DeepSpeed's own `safe_set_full_*` fail for parameters that the ranks of ZeRO-3 do not divide, and know no optimizer state
-before the first step, which is when a resumed run needs it.
+DeepSpeed's own `safe_set_full_*` fail for parameters that the ranks of ZeRO-3 do not divide, and know no optimizer
+state before the first step, which is when a resumed run needs it.
 """
 
 from __future__ import annotations

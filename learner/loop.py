@@ -168,7 +168,7 @@ class Learner:
         self.log.info("learner epoch %d begins", self.epoch)
         known, position = restored.position if restored is not None else 0, self.broker.position()
         if position < known:
-            self.log.warning("the broker has released %d prompts, %d when this was saved: it lost data", position, known)
+            self.log.warning("the broker lost data: %d prompts released, %d when this was saved", position, known)
 
     def _lead(self, restored: State | None) -> None:
         broker, epoch = self.broker, self.epoch
@@ -188,7 +188,8 @@ class Learner:
             self._startup.mark("weights")
             while not self.complete and not self.stopping.is_set():
                 self._settle()
-                # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
+                # With something to settle, look often whether a save has ended, or producers wait for room; an elastic
+                # learner, whether a rank was told to leave.
                 soon = self._elastic or not self.settling.all_settled
                 idle_s = self.config.broker.heartbeat_s if soon else ranks.IDLE_S
                 batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
@@ -324,7 +325,7 @@ class Learner:
         saved = self._save_last()
         self._tell([Share("stop")] * dist.get_world_size())
         if not saved:
-            raise HeadraceError(f"version {self.version} has no checkpoint: the log says why; resume when that is mended")
+            raise HeadraceError(f"version {self.version} has no checkpoint: see the log; resume when that is mended")
         if self.complete:
             try:
                 publisher.wait(self.config.weights.timeout_s)

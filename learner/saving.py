@@ -1,9 +1,9 @@
 """When a checkpoint or a snapshot is due, and the thread that writes it while the learner trains on.
 
 A snapshot is a checkpoint in another folder, more often and with another retention. The step pays for the copy into
-host memory only; the thread writes, syncs and renames. One save is under way at a time, so there is never more than one
+host memory only; the thread writes, syncs and renames. One save is under way at a time, hence never more than one
 copy: what falls due meanwhile is taken when the writer is free. A save that fails (disk full, read-only folder) is
-logged and costs nothing but itself: the previous one stays, groups stay unsettled, the next one that is due tries again.
+logged and costs nothing but itself: the previous one stays, groups stay unsettled, the next that is due tries again.
 Nothing here imports torch.
 """
 

@@ -1,15 +1,15 @@
 """When trained groups leave Redis (`learner.settle_on`), and which of them a checkpoint must name.
 
-- `snapshot`: when a snapshot or a checkpoint that contains their effect is durable. A learner that dies before gets them
-  again, since their effect died with it: each group is in the surviving weights exactly once. Both carry the ids of
-  those that were trained and not settled when they were made, so that a crash between the rename that makes one durable
-  and the settling trains none twice.
+- `snapshot`: when a snapshot or a checkpoint that contains their effect is durable. A learner that dies before gets
+  them again, since their effect died with it: each group is in the surviving weights exactly once. Both carry the ids
+  of those that were trained and not settled when they were made, so that a crash between the rename that makes one
+  durable and the settling trains none twice.
 - `checkpoint`: the same, but a snapshot does not settle.
 - `step`: right after the optimizer step. A learner that dies loses what it trained since its last save: each group is
   in the surviving weights at most once.
 
-Saves end later than they begin: what is trained meanwhile is in none of them yet. `saved` therefore settles the ids that
-the save itself names.
+Saves end later than they begin: what is trained meanwhile is in none of them yet. `saved` therefore settles the ids
+that the save itself names.
 
 Promise: whatever the broker's server loses of its last `DURABLE_S` (a power cut under `appendfsync everysec` takes a
 second), a group that is in a checkpoint's weights is either gone from the broker for good or named by the checkpoint.
@@ -56,21 +56,22 @@ class Settling:
 
     def trained(self, version: int, batch: Batch) -> None:
         """The optimizer steps that made `version` trained the batch. FencedError: a newer learner took over."""
-        self._broker.step(self._epoch, version, batch.deliveries)
-        self._settled_at.update(dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries))
-        if self._settle_on == "step":
-            self._settle(self.ids)
+        fresh = dict.fromkeys(delivery.group.group_id for delivery in batch.deliveries)
+        settle = (*self._settled_at, *fresh) if self._settle_on == "step" else ()
+        settled = self._broker.step(self._epoch, version, batch.deliveries, settle)
+        self._settled_at.update(fresh)
+        if settle:
+            self._forget(settle, settled)
 
     def saved(self, kind: Kind, named: Sequence[str]) -> None:
         """A snapshot or checkpoint that names these groups is durable. FencedError as `trained`."""
         if kind == "checkpoint" or self._settle_on != "checkpoint":
-            self._settle(named)
+            self._forget(named, self._broker.settle(self._epoch, named))
 
-    def _settle(self, named: Sequence[str]) -> None:
-        """Settle these, and forget those that the broker cannot lose any more."""
+    def _forget(self, named: Sequence[str], settled: int) -> None:
+        """These were settled, so many of them just now: forget those that the broker cannot lose any more."""
         now, known = time.monotonic(), [group_id for group_id in named if group_id in self._settled_at]
-        fresh = sum(self._settled_at[group_id] is None for group_id in known)
-        lost = self._broker.settle(self._epoch, known) > fresh
+        lost = settled > sum(self._settled_at[group_id] is None for group_id in known)
         for group_id in known:
             at = self._settled_at[group_id]
             if at is None or lost:  # the server had forgotten an earlier settling, maybe more than one

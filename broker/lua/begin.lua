@@ -2,7 +2,7 @@
 -- A new incarnation of the learner. Older ones are fenced; what the restored checkpoint contains is settled; everything
 -- else in the stream, trained or not, will be delivered again.
 -- KEYS  1 groups  2 ledger  3 state  4 arrived  5 unsettled  6 events  7 outstanding  8 expiries  9 contained
--- ARGV  1 consumer group  2 version of the restored weights, then the group ids they contain
+-- ARGV  1 consumer group, less its epoch  2 version of the restored weights, then the group ids they contain
 -- Returns the new epoch.
 local trained, settled = 0, 0
 local time = redis.call('TIME')
@@ -28,10 +28,12 @@ redis.call('ZUNIONSTORE', KEYS[7], 2, KEYS[7], KEYS[5], 'AGGREGATE', 'MAX')
 redis.call('DEL', KEYS[5])
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'settled', settled)
--- A fresh consumer group reads the stream from its start: every entry still there is undelivered again, in order.
-redis.call('XGROUP', 'DESTROY', KEYS[1], ARGV[1])
-redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
-redis.call('HDEL', KEYS[3], 'finished', 'take_request', 'take_ids')
+-- A fresh consumer group reads the stream from its start: every entry still there is undelivered again, in order. An
+-- older learner's is gone, so that it can take nothing.
+local epoch = redis.call('HINCRBY', KEYS[3], 'epoch', 1)
+redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1] .. '-' .. epoch, '0', 'MKSTREAM')
+redis.call('XGROUP', 'DESTROY', KEYS[1], ARGV[1] .. '-' .. epoch - 1)
+redis.call('HDEL', KEYS[3], 'finished')
 redis.call('HSET', KEYS[3], 'version', ARGV[2])
 redis.call('XADD', KEYS[6], 'MAXLEN', 100, '*', 'e', 'begin')
-return redis.call('HINCRBY', KEYS[3], 'epoch', 1)
+return epoch

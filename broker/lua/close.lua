@@ -9,19 +9,11 @@
 -- Returns 1: done, by this call or by an earlier copy of it. 0: the lease was taken over; results are counted as
 -- duplicates, once. An error where the group id is not the lease's.
 local entry_id, outcome = ARGV[3], ARGV[4]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function remember(mark) redis.call('ZADD', KEYS[5], now, entry_id .. ' ' .. mark) end
-
-if redis.call('ZSCORE', KEYS[5], entry_id .. ' ' .. outcome) then return 1 end
-if #redis.call('XPENDING', KEYS[1], ARGV[1], entry_id, entry_id, 1, ARGV[2]) == 0 then
-  local result = outcome ~= 'retried' and outcome ~= 'dead'
-  if result and not redis.call('ZSCORE', KEYS[5], entry_id .. ' duplicate') then
-    remember('duplicate')
-    redis.call('HINCRBY', KEYS[4], 'duplicates', 1)
-  end
-  return 0
+local function now()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
+local function remember(mark, at) redis.call('ZADD', KEYS[5], at, entry_id .. ' ' .. mark) end
 
 local entry = redis.call('XRANGE', KEYS[1], entry_id, entry_id)[1]
 local fields, f = entry and entry[2] or {}, {}
@@ -31,13 +23,23 @@ if group_id and ARGV[5] ~= '' and ARGV[5] ~= group_id then
   return redis.error_reply('MISMATCH lease ' .. entry_id .. ' is of group ' .. group_id .. ', not of ' .. ARGV[5])
 end
 
-redis.call('XACK', KEYS[1], ARGV[1], entry_id)
+-- Whoever knows the id holds the lease: an entry is delivered once, and taking it back makes another one.
+if redis.call('XACK', KEYS[1], ARGV[1], entry_id) == 0 then
+  if redis.call('ZSCORE', KEYS[5], entry_id .. ' ' .. outcome) then return 1 end
+  local result = outcome ~= 'retried' and outcome ~= 'dead'
+  if result and not redis.call('ZSCORE', KEYS[5], entry_id .. ' duplicate') then
+    remember('duplicate', now())
+    redis.call('HINCRBY', KEYS[4], 'duplicates', 1)
+  end
+  return 0
+end
+
 redis.call('XDEL', KEYS[1], entry_id)
-redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now - 600000)
-remember(outcome)
+local at = outcome ~= 'submitted' and now()
 
 if outcome == 'retried' then
-  redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'p', ARGV[6])
+  redis.call('XADD', KEYS[1], '*', 'g', group_id or ARGV[5], 't', f.t or at, 'p', ARGV[6])
+  remember(outcome, at)
   return 1
 end
 if outcome == 'submitted' and redis.call('ZREM', KEYS[10], group_id or ARGV[5]) == 1 then
@@ -49,17 +51,23 @@ if outcome == 'submitted' and redis.call('ZREM', KEYS[10], group_id or ARGV[5]) 
 elseif outcome == 'submitted' then
   -- The prompt stays beside its group: should the group expire, it is sampled again.
   local id = redis.call(
-    'XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 't', f.t or now, 'c', ARGV[2], 'q', f.p or '', 'p', ARGV[6])
+    'XADD', KEYS[2], '*', 'g', group_id or ARGV[5], 't', f.t or now(), 'c', ARGV[2], 'q', f.p or '', 'p', ARGV[6])
   redis.call('HSET', KEYS[6], group_id or ARGV[5], id)
+  at = string.match(id, '^%d+')  -- the server's clock, without asking for it
 elseif outcome == 'dead' then
+  local kind = group_id and redis.call('ZSCORE', KEYS[8], group_id) and ARGV[8] or 'foreign'
+  if kind == 'foreign' then outcome = nil end
   while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
-  for _, value in ipairs({'error', ARGV[7], 'kind', group_id and ARGV[8] or 'foreign', 'by', ARGV[2]}) do
+  local room = kind == 'data' and 2 ^ 31 or 65536  -- bytes that are kept of what cannot be read
+  for j, value in ipairs(fields) do fields[j] = string.sub(value, 1, room); room = math.max(0, room - #value) end
+  for _, value in ipairs({'error', ARGV[7], 'kind', kind, 'by', ARGV[2]}) do
     fields[#fields + 1] = value
   end
   redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', unpack(fields))
 end
--- An entry without a group id was never released; it must not disturb the equation.
-if outcome ~= 'dead' or group_id then redis.call('HINCRBY', KEYS[4], outcome, 1) end
+remember(ARGV[4], at or now())
+if not outcome then return 1 end  -- it was never released; it must not disturb the equation
+redis.call('HINCRBY', KEYS[4], outcome, 1)
 if outcome ~= 'submitted' then
   if group_id then
     redis.call('ZREM', KEYS[8], group_id)

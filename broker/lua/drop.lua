@@ -21,6 +21,13 @@ for i = 6, #ARGV, 3 do
     if entry then
       local fields = entry[2]
       while #fields > 64 do table.remove(fields) end  -- foreign entries may have any number; unpack may not
+      local room = 65536  -- bytes that are kept, beside the prompt, which may be sampled again
+      for j, value in ipairs(fields) do
+        if not (known and fields[j - 1] == 'q') then
+          fields[j] = string.sub(value, 1, room)
+          room = math.max(0, room - #value)
+        end
+      end
       for _, value in ipairs({'error', ARGV[4], 'kind', known and 'damaged' or 'foreign'}) do
         fields[#fields + 1] = value
       end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Takes back leases nobody works on and releases their prompts again as new entries. The old entry ids are gone, which
--- fences their holders. Also forgets members and consumers that have been gone for long.
--- KEYS  1 prompts  2 members
+-- fences their holders. Also forgets members and consumers that have been gone for long, and leases that ended long ago.
+-- KEYS  1 prompts  2 members  3 closed
 -- ARGV  1 consumer group  2 lease_ttl_ms  3 member_ttl_ms  4 most leases to take back
 -- A lease is taken back when it was idle for lease_ttl_ms, or for the shorter of the two where its holder is not a
 -- living member.
@@ -9,6 +9,7 @@
 local lease_ttl, member_ttl, limit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - 600000)
 
 local living = {}
 local members = redis.call('HGETALL', KEYS[2])

@@ -5,8 +5,8 @@ groups. All ranks are killed at once, at a random moment of a random step; then 
 newest whole snapshot or checkpoint and train to the end. The reference ran to the end with as many ranks as the killed
 run began with. Processes are forked from one that has imported everything.
 
-Exit code 0: every weight and every moment of AdamW is within `--tolerance` of the reference's, and the ledger counts each
-group trained and settled once.
+Exit code 0: every weight and every moment of AdamW is within `--tolerance` of the reference's, and the ledger counts
+each group trained and settled once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -257,7 +256,6 @@ def warm_up() -> None:
     """Import what every rank needs, once."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
-    import torch.utils.tensorboard
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     assert deepspeed and AutoModelForCausalLM and AutoTokenizer and LlamaForCausalLM
@@ -284,18 +282,15 @@ def main() -> int:
                 outcome = trial.run(case)
                 bad = bool(outcome.problem) or max(outcome.weights, outcome.exp_avg) > options.tolerance
                 failed = failed or bad
-                print(json.dumps({**_shown(outcome), "failed": bad}) if options.json else _line(outcome, bad), flush=True)
+                text = json.dumps({**asdict(outcome), "failed": bad}) if options.json else _line(outcome, bad)
+                print(text, flush=True)
     return int(failed)
-
-
-def _shown(outcome: Outcome) -> dict[str, Any]:
-    return asdict(outcome)
 
 
 def _line(outcome: Outcome, bad: bool) -> str:
     return (
-        f"{outcome.case}: killed at version {outcome.killed_at}, resumed from {outcome.resumed_from}; largest difference "
-        f"of a weight {outcome.weights:.1e}, of moments {outcome.exp_avg:.1e} and {outcome.exp_avg_sq:.1e}"
+        f"{outcome.case}: killed at version {outcome.killed_at}, resumed from {outcome.resumed_from}; largest "
+        f"difference of a weight {outcome.weights:.1e}, of moments {outcome.exp_avg:.1e} and {outcome.exp_avg_sq:.1e}"
         f"{'; FAILED ' + outcome.problem if bad else ''}"
     )
 

@@ -6,9 +6,12 @@ import random
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import redis
 from broker_helpers import MakeConfig, TwiceBroker, group, ids, lease, prompt, release, submit
+from valkey_helpers import until
 
 from broker import Broker, Member
 from common import wire
@@ -198,6 +201,60 @@ def test_settle_of_untrained_groups_counts_nothing(broker: Broker) -> None:
     assert broker.settle(epoch, released) == 1
     assert broker.settle(epoch, released) == 0
     assert (broker.ledger().expired, broker.ledger().settled, broker.queues().unsettled) == (0, 1, 0)
+
+
+def test_fenced_take_leaves_what_it_read_for_the_newer_learner(broker: Broker) -> None:
+    released = submit(broker, 6)
+    old = broker.begin(0, [])
+    new = broker.begin(0, [])
+    for count in (2, 10):  # at the start of the stream, and after what the newer learner took
+        with pytest.raises(FencedError, match="newer learner"):
+            broker.take(old, count, 0)
+        assert ids(broker.take(new, 2, 0)) == released[:2]
+        released = released[2:]
+    assert (broker.queues().groups_held, broker.queues().groups_waiting) == (4, 2)
+    assert ids(broker.take(new, 10, 0)) == released
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_take_whose_reply_is_lost_delivers_all_once(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    released = submit(broker, 6)
+    epoch = broker.begin(0, [])
+    taken = ids(broker.take(epoch, 2, 0))
+    read, lost = broker._client.xreadgroup, iter([True])
+
+    def losing(*arguments: Any, **options: Any) -> Any:
+        if next(lost, False):
+            if executed:
+                read(*arguments, **options)
+            raise redis.ConnectionError("lost")
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(broker._client, "xreadgroup", losing)
+    while some := ids(broker.take(epoch, 2, 5)):
+        taken += some
+    assert taken == released
+
+
+def test_take_that_waits_is_fenced_as_soon_as_another_learner_begins(broker: Broker) -> None:
+    old = broker.begin(0, [])
+    caught: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            broker.take(old, 4, 5000)
+        except FencedError as error:
+            caught.append(error)
+
+    reader = threading.Thread(target=take)
+    reader.start()
+    until(lambda: broker._client.info("clients")["blocked_clients"])
+    started = time.monotonic()
+    broker.begin(0, [])
+    reader.join(5)
+    assert caught and time.monotonic() - started < 2
 
 
 def test_take_waits_until_a_group_is_submitted(broker: Broker) -> None:

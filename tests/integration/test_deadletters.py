@@ -65,7 +65,7 @@ def test_list_shows_what_died_of_what(broker: TwiceBroker, dead: Dead) -> None:
     assert damaged[:6] == ["000000001", "damaged", "1", "0", "s", "g1"]
     assert data[:6] == ["000000000", "data", "2", "0", "s", "g1"]
     assert foreign[1:6] == ["foreign", "-", "0", "s", "-"]
-    assert lines[3].endswith("...") and lines[1].endswith("no lease of this run produced this entry")
+    assert lines[3].endswith("...") and lines[1].endswith("no lease of this run produced it (foreign)")
     records = json.loads(dead("list", "--json", "000000000").output)
     assert [(each["id"], each["kind"], each["attempts"], each["error"]) for each in records] == [
         ("000000000", "data", 2, ERROR)

@@ -6,8 +6,8 @@ The learner is the product's, on one rank, with a trainer whose weights are the 
 from __future__ import annotations
 
 import errno
+import json
 import logging
-import os
 import signal
 import threading
 import time
@@ -21,14 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from broker_helpers import MakeConfig, prompt, submit
+from typer.testing import CliRunner
 from valkey_helpers import free_port
 
 from broker import Broker, BrokerFullError, Member
 from common import log as logs
 from common.config import Config
-from common.errors import FencedError, HeadraceError
+from common.errors import ConfigError, FencedError, HeadraceError
 from common.trajectory import Group, Response, VersionRun
-from learner import checkpoint, loop
+from learner import checkpoint, cli_checkpoint, loop, ranks, resuming
 from learner.checkpoint import Folder, State
 from learner.collector import Batch
 from learner.objective_metrics import MetricSums
@@ -128,6 +129,52 @@ def test_failed_save_is_logged_keeps_the_one_before_it_and_the_next_one_works(
     saver.start("snapshot", State(3, 1, ()), write)
     assert ended(saver).error is None
     assert checkpoint.newest(*config.save_folders) == checkpoint.folder_for(config.save_folders[1], 3)
+
+
+# -- resuming
+
+
+@pytest.mark.timeout(60)
+def test_choose_skips_broken_ones_with_what_is_wrong_and_takes_the_newest_whole_one(
+    make_config: MakeConfig, alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    roots = make_config().save_folders
+    for root, version in zip((*roots, *roots, roots[0]), (1, 2, 3, 4, 5), strict=True):
+        checkpoint.save(root, State(version, 3, ("a",), epoch=1), write, keep=9)
+    (checkpoint.folder_for(roots[0], 5) / "weights").write_bytes(b"123")
+    (checkpoint.folder_for(roots[1], 4) / "weights").write_bytes(b"1235")
+    (checkpoint.folder_for(roots[0], 3) / checkpoint.STATE).write_text("{")
+    ranks.init("gloo")
+    with caplog.at_level(logging.WARNING, "headrace"):
+        stored = resuming.choose(roots, LOG)
+    assert stored is not None and (stored.state.version, stored.folder) == (2, checkpoint.folder_for(roots[1], 2))
+    for said in (
+        "step-00000005 is skipped: weights has 3 bytes, 4 were written",
+        "step-00000004 is skipped: weights does not hold what was written",
+        "step-00000003 is skipped: state.json cannot be read",
+    ):
+        assert said in caplog.text
+    resuming.require_newest(roots, stored.state)  # broken ones do not count
+    checkpoint.save(roots[0], State(6, 3, (), epoch=1), write, keep=9)
+    with pytest.raises(FencedError, match="step-00000006 was written while"):
+        resuming.require_newest(roots, stored.state)
+
+
+def test_commands_list_and_verify_name_whole_and_broken_ones(make_config: MakeConfig) -> None:
+    config = make_config()
+    for root, version in zip(config.save_folders, (1, 2), strict=True):
+        checkpoint.save(root, State(version, 3, ("a",), epoch=1), write, keep=9)
+    run, runner = str(config.run.folder), CliRunner()
+    listed = json.loads(runner.invoke(cli_checkpoint.app, ["list", run, "--json"]).stdout)
+    assert [(row["version"], row["ranks"], row["unsettled"]) for row in listed] == [(2, 3, 1), (1, 3, 1)]
+    assert runner.invoke(cli_checkpoint.app, ["verify", run]).exit_code == 0
+    (checkpoint.folder_for(config.save_folders[1], 2) / "weights").write_bytes(b"")
+    verified = runner.invoke(cli_checkpoint.app, ["verify", run])
+    assert verified.exit_code == 1
+    assert "step-00000001: whole" in verified.stdout
+    assert "step-00000002: broken: weights has 0 bytes, 4 were written" in verified.stdout
+    nothing = runner.invoke(cli_checkpoint.app, ["verify", str(config.run.dir)])
+    assert isinstance(nothing.exception, ConfigError) and "no checkpoint under" in str(nothing.exception)
 
 
 # -- the loop
@@ -247,7 +294,8 @@ def test_saves_that_fail_cost_the_run_nothing_but_themselves(
     settled: list[int] = []
     broker = Broker.connect(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Learner, "_finish", _before(loop.Learner._finish, lambda: settled.append(broker.ledger().settled)))
+        finish = _before(loop.Learner._finish, lambda: settled.append(broker.ledger().settled))
+        patch.setattr(loop.Learner, "_finish", finish)
         run_with_producer(config, 8)
     assert "snapshot of version 1 under" in caplog.text
     ledger = broker.ledger()

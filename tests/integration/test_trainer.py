@@ -75,6 +75,27 @@ def test_update_two_ranks_several_micro_batches_equals_one_big_batch(
         check_options(whole, cut)
 
 
+def test_export_of_a_checkpoint_loads_in_transformers_with_the_same_weights(
+    whole: Update, given: Path, tmp_path: Path
+) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from learner import checkpoint
+    from learner.export import export
+
+    folder = checkpoint.folder_for(given / "given", 1)
+    export(folder, tmp_path / "out", "bfloat16", "2MB", None)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "sharded"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    as_it_is = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    with safe_open(folder / "model" / "model.safetensors", framework="pt") as master:
+        for name, parameter in as_it_is.named_parameters():
+            assert parameter.equal(master.get_tensor(name)), name
+            assert exported.get_parameter(name).equal(parameter.bfloat16()), name
+
+
 def check_options(whole: Update, cut: Update) -> None:
     """KL, entropy bonus, GAE and critic: every number of every update is that of one rank and one micro-batch."""
     first, second = whole.optional[0], whole.optional[1]

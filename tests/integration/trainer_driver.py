@@ -1,7 +1,8 @@
-"""Optimizer updates on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT GIVEN`.
+"""Updates on fixed groups, under torchrun: `trainer_driver.py MODEL ZERO_STAGE MICRO_BATCH_TOKENS OUT GIVEN`.
 
-One plain update; one from the checkpoint in the folder GIVEN, which the run makes itself where it is OUT's; one that must be left out because a log-probability is NaN; then two batches of two updates with every
-option of the objective, by a second trainer.
+One plain update; one from the checkpoint in the folder GIVEN, which the run makes itself where it is OUT's; one that
+must be left out because a log-probability is NaN; then two batches of two updates with every option of the objective,
+by a second trainer.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class Meter:
             write = file.write
 
             class Metered:
-                def __enter__(metered) -> Metered:  # noqa: N805
+                def __enter__(metered) -> Metered:
                     return metered
 
-                def __exit__(metered, *_: object) -> None:  # noqa: N805
+                def __exit__(metered, *_: object) -> None:
                     file.close()
 
-                def write(metered, data: bytes) -> int:  # noqa: N805
+                def write(metered, data: bytes) -> int:
                     left = max(0, int(min(self._limit, 1 << 40) - self.units))
                     if left < len(data):
                         write(data[:left])
@@ -77,7 +77,7 @@ class Meter:
                     self.spend(len(data))
                     return int(write(data))
 
-                def __getattr__(metered, name: str) -> Any:  # noqa: N805
+                def __getattr__(metered, name: str) -> Any:
                     return getattr(file, name)
 
             return Metered()
@@ -182,8 +182,8 @@ def test_every_flipped_byte_and_truncation_is_found_and_the_file_named(tmp_path:
         path = folder / names[number % len(names)]
         data = path.read_bytes()
         at = rng.randrange(len(data))
-        truncated = number % 2 == 0
-        path.write_bytes(data[:at] if truncated else data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :])
+        flipped = bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+        path.write_bytes(data[:at] + (flipped if number % 2 else b""))
         problem = checkpoint.broken(folder)
         assert problem.startswith(str(path.relative_to(folder))), (path, at, problem)
         path.write_bytes(data)
