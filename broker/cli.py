@@ -98,7 +98,8 @@ def up(
     config: ConfigPath,
     generators: Annotated[int, typer.Option("--generators", min=1, metavar="N", help="Generator processes.")] = 1,
     learner_ranks: Annotated[
-        int | None, typer.Option("--learner-ranks", min=1, metavar="M", help="Overrides learner.ranks; of an elastic learner: as resize.")
+        int | None,
+        typer.Option("--learner-ranks", min=1, metavar="M", help="Overrides learner.ranks; if elastic: as resize."),
     ] = None,
     max_steps: Annotated[
         int | None, typer.Option("--max-steps", min=1, metavar="K", help="Overrides learner.max_steps.")

@@ -267,8 +267,8 @@ class WeightsConfig(Section):
     timeout_s: PositiveFloat = Field(30.0, description="Deadline of one broadcast.")
     host: str | None = Field(
         None,
-        description="Address of the learner's rank 0 that generators connect to. Null: that from which its node reaches "
-        "Redis, wherever rank 0 is.",
+        description="Address of the learner's rank 0 that generators connect to. Null: that from which its node "
+        "reaches Redis, wherever rank 0 is.",
     )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."

@@ -84,8 +84,8 @@ class Learner:
         return self.version >= self.config.learner.max_steps
 
     def run(self) -> bool:
-        """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the run
-        is complete."""
+        """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the
+        run is complete."""
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         self._startup.mark("group")
         self.trainer = Trainer(self.config)

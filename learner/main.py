@@ -12,8 +12,8 @@ from common import log as logs
 from common import settings
 from common.errors import ConfigError, HeadraceError
 
-# Exit codes: something is wrong that starting again cannot put right; and, of an elastic learner, this round is over but
-# the run is not.
+# Exit codes: something is wrong that starting again cannot put right; and, of an elastic learner, this round is over
+# but the run is not.
 PERMANENT, LEAVING = 2, 75
 
 

@@ -6,8 +6,8 @@ a single fixed node brings its own. What it promises:
 - a node that gets SIGTERM, or sees another one come, lets its ranks finish their step and save (`learner.loop`); a node
   that was lost costs what was trained since the newest snapshot. Either way the nodes there are form the next round;
 - a broker service that was started again has a new store: the ranks leave as for a resize, and the nodes meet there;
-- it ends with 0 when the run is complete or it was told to stop, with `PERMANENT` where starting again cannot help, with
-  1 after `max_failures` failures in a row between which no group became durable.
+- it ends with 0 when the run is complete or it was told to stop, with `PERMANENT` where starting again cannot help,
+  with 1 after `max_failures` failures in a row between which no group became durable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`python -m tests.chaos.elastic [--json] [--only planned|killed]`: a learner of 2, 3, 1 and 2 nodes in one live run.
 
-The learner is the real one (DeepSpeed, gloo, the tiny model); generators are the light ones of `tests.chaos`. Once nodes
-are told to leave, once they are killed with their ranks; both times rank 0's is among them. Exit code 0: the runs ended
-at their last step, every process with 0, the audit holds, each step trained a full batch, and no more was lost than
-the steps since the newest snapshot (planned: none). Every change is timed by parts.
+The learner is the real one (DeepSpeed, gloo, the tiny model); generators are the light ones of `tests.chaos`. Once
+nodes are told to leave, once they are killed with their ranks; both times rank 0's is among them. Exit code 0: the runs
+ended at their last step, every process with 0, the audit holds, each step trained a full batch, and no more was lost
+than the steps since the newest snapshot (planned: none). Every change is timed by parts.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class World:
         self._config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
         with Server(self.config.broker).start(self.config.run.folder) as server:
             self.environ = {
-                **os.environ, URL_VARIABLE: server.url, PASSWORD_VARIABLE: server.password or "", "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                **os.environ, URL_VARIABLE: server.url, PASSWORD_VARIABLE: server.password or "",
+                "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             }  # fmt: skip
             os.environ.update({name: self.environ[name] for name in (URL_VARIABLE, PASSWORD_VARIABLE)})
             self.broker = Broker.connect(self.config)
