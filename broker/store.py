@@ -1,9 +1,9 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
 Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
-(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), what an
-elastic learner's nodes must know (`broker.elastic`), and the readings below. Every write is one atomic script that is
-safe to send twice.
+(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), what the nodes
+of an elastic learner must know (`broker.elastic`), and the readings below. Every write is one atomic script or command
+that is safe to send twice.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ class Learner:
             self._startup.mark("weights")
             while not self.complete and not self.stopping.is_set():
                 self._settle()
-                # A look at pressure and at the saver costs little; a wait for the dead must not depend on either.
+                # With something to settle, look often whether a save has ended, or producers wait for room; an elastic
+                # learner, whether a rank was told to leave.
                 soon = self._elastic or not self.settling.all_settled
                 idle_s = self.config.broker.heartbeat_s if soon else ranks.IDLE_S
                 batch = collector.next(self.version, min(idle_s, ranks.IDLE_S), self.stopping)
