@@ -72,7 +72,7 @@ def follow(
 
     said: Wish | None = None
     while not stop.is_set():
-        wish = scaler.observe(observe(broker, time.monotonic()))
+        wish = scaler.observe(observe(broker.config, broker.members(), broker.queues(), time.monotonic()))
         if said is None or said.generators != wish.generators:
             log.info("%d generators wanted: %s", wish.generators, _reason(wish))
             said = wish

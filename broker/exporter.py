@@ -21,19 +21,23 @@ class RunCollector(Collector):
     Args:
         config: the run.
         latest: the last reading; None before the first.
+        wish: generators that are wanted.
     """
 
-    def __init__(self, config: Config, latest: Callable[[], Reading | None]) -> None:
-        self._config, self._latest = config, latest
+    def __init__(self, config: Config, latest: Callable[[], Reading | None], wish: Callable[[], int]) -> None:
+        self._config, self._latest, self._wish = config, latest, wish
         self._oldest_s = min(60.0, config.metrics.stalled_s)
 
     def collect(self) -> Iterator[Family]:
         reading = self._latest()
         fresh = reading is not None and time.monotonic() - reading.at <= self._oldest_s
-        values: dict[str, float | Mapping[str, float]] = {"headrace_scrape_errors": float(not fresh)}
+        values: dict[str, float | Mapping[str, float]] = {
+            "headrace_generators_desired": float(self._wish()),
+            "headrace_scrape_errors": float(not fresh),
+        }
         if reading is not None and fresh:
             values.update(run_values(reading, self._config))
-        yield from families(catalogue.RUN, values)
+        yield from families(catalogue.RUN, values, self._config.run.run_id)
 
 
 def run_values(reading: Reading, config: Config) -> Values:

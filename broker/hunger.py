@@ -1,25 +1,25 @@
 """The run as the autoscaler sees it, from the members' heartbeats and the queues.
 
-A generator's heartbeat counts `groups`, `wall_s` and `blocked_s`. The learner's is expected to count `steps`, `step_s`
-(seconds in optimizer steps and around them) and `starved_s` (seconds it waited for groups); until it does, nothing
-is known of its hunger and the wish stays where it began.
+A generator's heartbeat counts `groups`, `wall_s` and `blocked_s`; the learner's `steps`, `step_s` (seconds in optimizer
+steps and around them) and `starved_s` (seconds it waited for groups).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from broker.autoscale import Consumed, Observation, Produced
-from broker.records import Member
-from broker.store import Broker
+from broker.records import Member, Queues
+from common.config import Config
 
 
-def observe(broker: Broker, at: float) -> Observation:
-    """The run at second `at` of the caller's clock. HeadraceError: the server is gone, or never held this run."""
-    members, queues = broker.members(), broker.queues()
+def observe(config: Config, members: Sequence[Member], queues: Queues, at: float) -> Observation:
+    """The run at second `at` of the caller's clock."""
     busy = queues.prompts_leased + queues.groups_held
     return Observation(
         at=at,
         backlog=queues.groups_waiting,
-        capacity=max(1, broker.config.max_outstanding - busy),
+        capacity=max(1, config.max_outstanding - busy),
         generators={each.id: _produced(each) for each in members if each.role == "generator"},
         learner=next((_consumed(each) for each in members if each.role == "learner"), None),
     )

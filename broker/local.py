@@ -27,7 +27,7 @@ from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE, USER_VARIABLE, Endpo
 from broker.elastic import nodes_for
 from broker.guard import SERVER, Guard
 from broker.nodes import Nodes
-from broker.processes import MARK, Child, Command, Waiter, kill_family, mark
+from broker.processes import MARK, Child, Command, Waiter, kill_family, mark, metrics_port
 from broker.progress import REFRESH_S, MetricsTail, Observer, Progress
 from broker.server import Server
 from broker.store import Broker
@@ -83,27 +83,27 @@ def commands(config: Config, path: Path, generators: int, resume: bool) -> list[
     """The members to start, in this order; `path` is the configuration they are given."""
     headrace = (str(Path(sys.executable).with_name("headrace")),)
 
-    def threads(count: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(count)}
+    def environ(number: int, threads: int) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(threads), **metrics_port(config, number)}
 
     return [
-        Command("broker", "broker", (*headrace, "broker", str(path)), threads(1)),
+        Command("broker", "broker", (*headrace, "broker", str(path)), environ(0, 1)),
         *(
             Command(
                 name,
                 "generator",
                 (*headrace, "generator", str(path)),
-                {**threads(config.generator.threads), "HEADRACE_GENERATOR_ID": name},
+                {**environ(number, config.generator.threads), "HEADRACE_GENERATOR_ID": name},
             )
-            for name in (f"generator-{index}" for index in range(generators))
+            for number, name in ((index + 1, f"generator-{index}") for index in range(generators))
         ),
         Command(
             "learner",
             "learner",
             (*headrace, "learner", str(path), *(["--resume"] if resume else [])),
-            threads(config.learner.threads),
+            environ(generators + 1, config.learner.threads),
         ),
-    ]  # of an elastic learner that is every node's
+    ]  # of an elastic learner that is every node's, but for the port
 
 
 class Fleet:

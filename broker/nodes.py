@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.processes import Child, Command
+from broker.processes import METRICS_VARIABLE, Child, Command
 from broker.progress import Snapshot
 from broker.store import Broker
 from common.config import Config
@@ -53,17 +53,22 @@ class Nodes:
         taken = {child.name for child in (*self.present, *self._dismissed) if child.exit_code is None}
         names = (name for number in range(1000) if (name := f"learner-{number}") not in taken)
         command = self._command
-        return [
-            Command(next(names), command.role, command.argv, command.environ)
-            for _ in range(ranks // self._each - len(self.present))
-        ]
+        wanted = [next(names) for _ in range(ranks // self._each - len(self.present))]
+        return [Command(name, command.role, command.argv, self._environ(name)) for name in wanted]
+
+    def _environ(self, name: str) -> dict[str, str]:
+        """A port of its own for every node, from that of the one command on."""
+        environ = dict(self._command.environ)
+        if METRICS_VARIABLE in environ:
+            environ[METRICS_VARIABLE] = str(int(environ[METRICS_VARIABLE]) + int(name.rpartition("-")[2]))
+        return environ
 
     def started(self, child: Child) -> None:
         self.present.append(child)
 
     def replaces(self, child: Child, code: int, snapshot: Snapshot | None) -> bool:
-        """Whether the run goes on without `child`, which ended with `code`: it was dismissed, or it was killed, and nodes
-        were not killed too often without anything becoming durable in between."""
+        """Whether the run goes on without `child`, which ended with `code`: it was dismissed, or it was killed, and
+        nodes were not killed too often without anything becoming durable in between."""
         if child in self._dismissed:
             return True
         if child not in self.present or code > 0:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.config import Config
+
 MARK = "HEADRACE_MEMBER"  # environment variable; see `mark`
 
 
@@ -108,6 +110,14 @@ class Command:
     role: str
     argv: tuple[str, ...]
     environ: Mapping[str, str]
+
+
+METRICS_VARIABLE = "HEADRACE__METRICS__PORT"
+
+
+def metrics_port(config: Config, number: int) -> dict[str, str]:
+    """Environment of the member of that number on this machine: a port of its own for its metrics, if any are shown."""
+    return {} if config.metrics.port is None else {METRICS_VARIABLE: str(config.metrics.port + number)}
 
 
 class Child:

@@ -16,10 +16,12 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry
 
+from broker.autoscale import Autoscaler, Limits
 from broker.elastic import hosting
 from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
 from broker.feeder import Feeder
+from broker.hunger import observe
 from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
@@ -36,13 +38,18 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.reading: Reading | None = None
+        limits = Limits(config.autoscale.min, config.autoscale.max, config.autoscale.headroom)
+        self._config, self._scaler = config, Autoscaler(limits, config.learner.groups_per_step, limits.minimum)
         self.health = Health(config.metrics.stalled_s)
         registry = CollectorRegistry()
-        registry.register(RunCollector(config, lambda: self.reading))
+        registry.register(RunCollector(config, lambda: self.reading, lambda: self._scaler.wish.generators))
         self._open = lambda: expose(config.metrics, self.health, registry)
 
     def look(self, broker: Broker) -> None:
-        self.reading = read(broker)
+        first, self.reading = self.reading is None, read(broker)
+        if first:  # of a service that was started again: what is there stays
+            self._scaler.start_from(len(self.reading.in_role("generator")))
+        self._scaler.observe(observe(self._config, self.reading.members, self.reading.queues, self.reading.at))
         self.health.beat()
         self.health.ready_when(lambda: "")
 

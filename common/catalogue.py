@@ -166,6 +166,7 @@ RUN: tuple[Metric, ...] = (
     _gauge("headrace_redis_memory_limit_bytes", "the server's maxmemory; 0: none"),
     _gauge("headrace_members", "living processes", "role", "state"),
     _gauge("headrace_generators_behind", "serving generators whose weights are older than the learner's version"),
+    _gauge("headrace_generators_desired", "generators the learner needs, from `autoscale.min` to `max`"),
     _gauge("headrace_scrape_errors", "1 if the server could not be read for this scrape"),
 )
 

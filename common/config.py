@@ -17,6 +17,7 @@ from common.config_broker import SentinelConfig as SentinelConfig
 from common.config_broker import TlsConfig as TlsConfig
 from common.config_broker import check_url, scheme
 from common.config_elastic import ElasticConfig as ElasticConfig
+from common.config_metrics import AutoscaleConfig as AutoscaleConfig
 from common.config_metrics import MetricsConfig as MetricsConfig
 from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
@@ -316,6 +317,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     eval: EvalConfig | None = None
 
     @model_validator(mode="after")

@@ -13,19 +13,20 @@ from common.catalogue import Metric
 Values = Mapping[str, float | Mapping[str, float]]
 
 
-def families(metrics: Iterable[Metric], values: Values) -> Iterator[Family]:
-    """The families of those metrics that have a value; what is unknown is missing and not 0."""
+def families(metrics: Iterable[Metric], values: Values, run: str) -> Iterator[Family]:
+    """The families of those metrics that have a value, labelled with the run's id; what is unknown is missing and not
+    0."""
     for metric in metrics:
         if metric.name not in values:
             continue
         value = values[metric.name]
         make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        family = make(metric.name, metric.text, labels=metric.labels)
+        family = make(metric.name, metric.text, labels=("run", *metric.labels))
         if isinstance(value, Mapping):
             for label, each in value.items():
-                family.add_metric(label.split("/"), each)
+                family.add_metric([run, *label.split("/")], each)
         else:
-            family.add_metric([], value)
+            family.add_metric([run], value)
         yield family
 
 

@@ -337,7 +337,7 @@ def engine_arguments(config: Config, generator_id: str) -> dict[str, Any]:
         "seed": engine_seed(config.run.seed, generator_id),
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=resolve_backend(config.weights.backend)),
-        "disable_log_stats": True,
+        "disable_log_stats": config.metrics.port is None,  # its metrics stand beside ours
     }
     if resolve_backend(config.weights.backend) == "gloo":
         arguments["worker_extension_cls"] = "generator.gloo_plugin.WorkerChecks"

@@ -83,4 +83,4 @@ class Exposed(Collector):
             **{f"headrace_generator_{name}_total": counters.get(name, 0.0) for name in _COUNTED},
             **{f"headrace_generator_{name}_seconds_total": counters.get(f"{name}_s", 0.0) for name in _SECONDS},
         }
-        yield from families(catalogue.GENERATOR, values)
+        yield from families(catalogue.GENERATOR, values, self._config.run.run_id)

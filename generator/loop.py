@@ -25,6 +25,7 @@ from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import Group, Prompt, Response
 from generator.engine import Engine, EngineError
+from generator.exposed import Exposed
 from generator.handover import Handover, Work
 from generator.live import LiveEvaluation
 from generator.responses import Interrupted, Sampled, check_finite
@@ -52,6 +53,7 @@ class Generator:
             self.evaluation = LiveEvaluation(config, generator_id, broker, self.engine, self.rewards, log)
         self.draining = asyncio.Event()
         self.handover = Handover(config, generator_id, broker, log)
+        self.exposed = Exposed(config, self._member, lambda: self.receiver.seconds)
         self._in_flight: dict[str, Work] = {}
         self._started = time.monotonic()
         self._blocked_s = 0.0
@@ -67,6 +69,7 @@ class Generator:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.exposed.open())
             heartbeat = asyncio.create_task(self._heartbeat())
             stack.push_async_callback(self._leave, heartbeat)
             self.rewards.start()
@@ -105,7 +108,7 @@ class Generator:
             await asyncio.gather(*tasks, drained, stopped, return_exceptions=True)
         for task in done:
             if not task.cancelled() and (error := task.exception()):
-                raise error
+                raise _alone(error)
         return tasks[0] in done
 
     async def _interrupt(self) -> None:
@@ -235,6 +238,8 @@ class Generator:
             if await asyncio.to_thread(self.broker.heartbeat, self._member()) and not self.draining.is_set():
                 self.log.info("asked to leave")
                 self._drain()
+            if self.receiver.state != "joining":
+                self.exposed.beat(await asyncio.to_thread(self.broker.version))
             if self._in_flight:
                 await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
             if self.evaluation is not None and self.evaluation.held is not None:
@@ -249,6 +254,7 @@ class Generator:
         wall = time.monotonic() - self._started
         counters = {**self._counts, **self.handover.counts, **self.engine.counters(), "wall_s": wall}
         counters |= {"blocked_s": self._blocked_s, "broker_full_s": self.broker.pressure.seconds}
+        counters |= {"in_flight": len(self._in_flight), "updates": self.receiver.updates}
         if self.evaluation is not None:
             counters["evaluated"] = self.evaluation.answered
         return Member(
@@ -278,3 +284,10 @@ class Generator:
         await asyncio.gather(heartbeat, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await asyncio.to_thread(self.broker.leave, self.id)
+
+
+def _alone(error: BaseException) -> BaseException:
+    """What a task group raises holds the error of a task: that is what people should see."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from common.config import Config
 from common.exposition import expose
 from common.families import Values, families, one_hot
 from common.health import Health
-from learner.publisher import PublishTimings
+from learner.publisher import PublishTimings, WeightPublisher
 
 Phase = Literal["loading", "waiting", "training", "publishing", "saving"]
 PHASES: tuple[Phase, ...] = ("loading", "waiting", "training", "publishing", "saving")
@@ -26,41 +27,60 @@ PHASES: tuple[Phase, ...] = ("loading", "waiting", "training", "publishing", "sa
 class Exposed(Collector):
     """What a learner's node shows. A metric sink, too: `write` takes each step's record.
 
-    Args:
-        config: the run.
-        timings: of the last delivered publish, with the number of generators left out so far.
+    Attributes:
+        publisher: whose last delivery is shown; rank 0 has one.
+        health: of this rank's process.
     """
 
-    def __init__(self, config: Config, timings: Callable[[], PublishTimings | None] = lambda: None) -> None:
-        self._config, self._timings = config, timings
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.publisher: WeightPublisher | None = None
         self._record: Mapping[str, float] = {}
         self._ages = Counter[str]()
         self._steps = 0
         self._saved = time.monotonic()
         self._phase: Phase = "loading"
+        self._since = time.monotonic()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self.health = Health(config.metrics.stalled_s)
 
-    def open(self) -> Callable[[], None]:
-        """Open the port if one is configured; what it returns closes it. ConfigError: it cannot be taken."""
+    def __enter__(self) -> None:
+        """Open the port if one is configured; one rank of a node does. ConfigError: it cannot be taken."""
         registry = CollectorRegistry()
         registry.register(self)
-        return expose(self._config.metrics, self.health, registry)
+        self._close: Callable[[], None] = lambda: None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self._close = expose(self._config.metrics, self.health, registry)
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def hunger(self) -> dict[str, float]:
+        """What the autoscaler needs to know: steps made, seconds in them and around them, seconds without groups."""
+        seconds = dict(self._seconds)
+        seconds[self._phase] += time.monotonic() - self._since
+        busy = sum(seconds[phase] for phase in ("training", "publishing", "saving"))
+        return {"steps": float(self._steps), "step_s": busy, "starved_s": seconds["waiting"]}
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """The learner does this meanwhile; entering and leaving are progress."""
-        before, self._phase = self._phase, phase
-        self.health.beat()
+        before = self._phase
+        self._to(phase)
         try:
             yield
         finally:
-            self._phase = before
-            self.health.beat()
+            self._to(before)
+
+    def _to(self, phase: Phase) -> None:
+        now = time.monotonic()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+        self.health.beat()
 
     def serving(self) -> None:
         """Everything is loaded; from now on the learner waits for batches unless it says otherwise."""
-        self._phase = "waiting"
-        self.health.beat()
+        self._to("waiting")
         self.health.ready_when(lambda: "")
 
     def saved(self) -> None:
@@ -84,10 +104,11 @@ class Exposed(Collector):
             "headrace_learner_steps_total": float(self._steps),
             "headrace_learner_trained_tokens_total": {age: float(count) for age, count in sorted(self._ages.items())},
             "headrace_checkpoint_age_seconds": time.monotonic() - self._saved,
-            **_weights(self._timings()),
+            **_weights(self.publisher.timings if self.publisher is not None else None),
         }
-        yield from families(catalogue.LEARNER, values)
-        yield from families(*_last(self._record))
+        run = self._config.run.run_id
+        yield from families(catalogue.LEARNER, values, run)
+        yield from families(*_last(self._record), run)
 
 
 def _weights(timings: PublishTimings | None) -> Values:

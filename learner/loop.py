@@ -37,6 +37,7 @@ from learner import ranks, resuming
 from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.checkpoint import State
 from learner.collector import Batch, Collector
+from learner.exposed import Exposed
 from learner.packing import Packed, plan
 from learner.pressed import Pressed
 from learner.publisher import PublishError, WeightPublisher
@@ -78,6 +79,7 @@ class Learner:
         self._resume = resume
         self._elastic = config.learner.elastic is not None
         self._startup = Startup()
+        self.exposed = Exposed(config)
 
     @property
     def complete(self) -> bool:
@@ -86,6 +88,10 @@ class Learner:
     def run(self) -> bool:
         """Train until `max_steps`, or until a rank gets SIGTERM; both end with everything saved. Returns whether the
         run is complete."""
+        with self.exposed:
+            return self._run()
+
+    def _run(self) -> bool:
         ranks.init("nccl" if torch.cuda.is_available() else "gloo")
         self._startup.mark("group")
         self.trainer = Trainer(self.config)
@@ -125,7 +131,8 @@ class Learner:
 
     def _train(self, share: Share) -> list[UpdateResult]:
         """The optimizer updates of one batch on this rank's packs; without a single trained token the version stays."""
-        results = self.trainer.train(share.updates, self.version + 1)
+        with self.exposed.phase("training"):
+            results = self.trainer.train(share.updates, self.version + 1)
         self.version += any(result.metrics.tokens for result in results)
         self.log.version = str(self.version)
         return results
@@ -137,7 +144,9 @@ class Learner:
 
     def _follow(self) -> None:
         self._publish(None)
+        self.exposed.serving()
         while True:
+            self.exposed.health.beat()
             share, before = Share.from_bytes(ranks.scatter(None)), self.version
             self._heed()
             if share.action == "train":
@@ -153,11 +162,12 @@ class Learner:
     def _publish(self, publisher: WeightPublisher | None) -> float:
         """Hand the weights to the publisher (rank 0); under ZeRO-3 the others take part in gathering. Seconds taken."""
         started = time.monotonic()
-        if publisher is not None:
-            publisher.publish(self.version, self.trainer.weights(), getattr(torch, self.config.generator.dtype))
-        elif self.config.learner.zero_stage == 3:
-            for _ in self.trainer.weights():
-                pass
+        with self.exposed.phase("publishing"):
+            if publisher is not None:
+                publisher.publish(self.version, self.trainer.weights(), getattr(torch, self.config.generator.dtype))
+            elif self.config.learner.zero_stage == 3:
+                for _ in self.trainer.weights():
+                    pass
         return time.monotonic() - started
 
     # --- rank 0
@@ -176,7 +186,9 @@ class Learner:
         collector = Collector(broker, epoch, self.config)
         threading.Thread(target=self._heartbeat, args=(broker, epoch), daemon=True).start()
         folder = self.config.run.folder
-        sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), TensorBoardSink(folder / "tensorboard")]
+        tensorboard = TensorBoardSink(folder / "tensorboard")
+        sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), tensorboard, self.exposed]
+        self.exposed.publisher = publisher
         self.reporter = reporter = Reporter(
             self.config, broker, sinks, self.log, restored.counters if restored is not None else {}
         )
@@ -186,7 +198,9 @@ class Learner:
         try:
             self._publish(publisher)
             self._startup.mark("weights")
+            self.exposed.serving()
             while not self.complete and not self.stopping.is_set():
+                self.exposed.health.beat()
                 self._settle()
                 # With something to settle, look often whether a save has ended, or producers wait for room; an elastic
                 # learner, whether a rank was told to leave.
@@ -272,7 +286,8 @@ class Learner:
     def _save(self, kind: Kind) -> None:
         """Copy what a checkpoint of this version holds and have it written. The others take their part in copying."""
         started = time.monotonic()
-        copy = self.trainer.capture()
+        with self.exposed.phase("saving"):
+            copy = self.trainer.capture()
         assert copy is not None
         state = State(
             version=self.version,
@@ -291,6 +306,7 @@ class Learner:
         saved = self.saver.ended(wait_s)
         if saved is not None and saved.error is None:
             self._durable = saved.state.version
+            self.exposed.saved()
             self.settling.saved(saved.kind, saved.state.groups)
         return saved
 
@@ -348,7 +364,7 @@ class Learner:
                     epoch=epoch,
                     host=socket.gethostname(),
                     pid=os.getpid(),
-                    counters={"ranks": float(dist.get_world_size())},
+                    counters={"ranks": float(dist.get_world_size()), **self.exposed.hunger()},
                 )
             )
 

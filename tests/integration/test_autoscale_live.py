@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from broker import Broker, Member
-from broker.autoscale import Autoscaler, Consumed, Limits, Produced
+from broker.autoscale import Autoscaler, Consumed, Limits, Observation, Produced
 from broker.cli_autoscale import follow
 from broker.hunger import observe
 from broker.scaling import KubernetesScale, Pace, ScaleError
@@ -73,6 +73,10 @@ def member(name: str, role: str, state: str = "serving", **counters: float) -> M
     return Member(id=name, role=role, state=state, counters=counters)  # type: ignore[arg-type]
 
 
+def looked_at(broker: Broker, at: float) -> Observation:
+    return observe(broker.config, broker.members(), broker.queues(), at)
+
+
 def test_run_is_seen_by_its_queues_and_heartbeats(broker: Broker) -> None:
     submit(broker, 2)
     release(broker, 2)
@@ -80,7 +84,7 @@ def test_run_is_seen_by_its_queues_and_heartbeats(broker: Broker) -> None:
     broker.heartbeat(member("g1", "generator", groups=5, wall_s=100, blocked_s=20))
     broker.heartbeat(member("g2", "generator", state="joining", groups=0, wall_s=9, blocked_s=0))
     broker.heartbeat(member("learner", "learner", steps=3, step_s=30, starved_s=7))
-    seen = observe(broker, 12.0)
+    seen = looked_at(broker, 12.0)
     assert seen.at == 12.0
     assert seen.backlog == 2
     assert seen.capacity == broker.config.max_outstanding - 1
@@ -90,7 +94,7 @@ def test_run_is_seen_by_its_queues_and_heartbeats(broker: Broker) -> None:
 
 def test_learner_that_does_not_count_yet_is_not_known(broker: Broker) -> None:
     broker.heartbeat(member("learner", "learner"))
-    assert observe(broker, 0.0).learner is None
+    assert looked_at(broker, 0.0).learner is None
 
 
 def test_scale_is_read_and_patched_with_the_token(api: Api, token: Path) -> None:
@@ -145,6 +149,6 @@ def test_run_that_nobody_has_begun_is_one_line_and_no_traceback(make_config: Mak
     reader = Broker.connect(make_config(), reader=True)
     try:
         with pytest.raises(HeadraceError):
-            observe(reader, 0.0)
+            looked_at(reader, 0.0)
     finally:
         reader.close()

@@ -21,7 +21,7 @@ def _values(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         text = answer.read().decode()
     return {
-        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+        sample.name + "".join(f"{{{value}}}" for label, value in sample.labels.items() if label != "run"): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }

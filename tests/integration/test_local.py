@@ -22,6 +22,7 @@ from rich.console import Console
 from broker import Broker
 from broker.clients import Endpoint
 from broker.local import Fleet, commands, meaningful_tail
+from broker.nodes import Nodes
 from broker.processes import Command, await_end, kill_family
 from broker.progress import MetricsTail
 from broker.server import read_endpoint
@@ -325,6 +326,16 @@ def test_commands_name_every_member_and_pass_resume_to_the_learner_only(make_con
     ]  # fmt: skip
     assert made[2].environ["HEADRACE_GENERATOR_ID"] == "generator-1"
     assert Path(made[0].argv[0]).is_file()
+    assert not any("HEADRACE__METRICS__PORT" in command.environ for command in made)
+
+
+def test_every_member_has_a_metrics_port_of_its_own(make_config: Callable[..., Config]) -> None:
+    config = make_config(metrics={"port": 9400}, learner={"elastic": {"min_nodes": 1, "max_nodes": 3}})
+    made = commands(config, Path("c.yaml"), 2, resume=False)
+    ports = [command.environ["HEADRACE__METRICS__PORT"] for command in made]
+    assert ports == ["9400", "9401", "9402", "9403"]
+    nodes = Nodes(config, None, made).missing(2)
+    assert [node.environ["HEADRACE__METRICS__PORT"] for node in nodes] == ["9403", "9404"]
 
 
 def test_meaningful_tail_leaves_out_noise_and_torchruns_epilogue() -> None:

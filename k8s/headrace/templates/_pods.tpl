@@ -81,6 +81,10 @@ capabilities: {drop: [ALL]}
 # Values are YAML: an id like 123 stays text.
 - {name: HEADRACE__RUN__ID, value: {{ include "headrace.runId" $root | toJson | quote }}}
 - {name: HEADRACE__RUN__DIR, value: /runs}
+- {name: HEADRACE__METRICS__HOST, value: 0.0.0.0}
+- {name: HEADRACE__METRICS__PORT, value: {{ $root.Values.metrics.port | quote }}}
+- {name: HEADRACE__AUTOSCALE__MIN, value: {{ $root.Values.autoscaling.min | quote }}}
+- {name: HEADRACE__AUTOSCALE__MAX, value: {{ $root.Values.autoscaling.max | quote }}}
 - {name: HEADRACE__BROKER__PASSWORD_FILE, value: /etc/headrace/redis/password}
 - {name: HEADRACE__BROKER__TLS, value: {{ $tls | quote }}}
 {{- if $root.Values.valkey.enabled }}
