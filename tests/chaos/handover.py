@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from broker import Broker, Server
+from broker.keys import GENERATORS
 from broker.processes import Child, Command, await_end, kill_family, mark
 from common import log as logs
 from common import wirepartial
@@ -192,6 +193,7 @@ class Arm:
     sampled: int = 0
     delivered: int = 0
     kept: int = 0
+    at_stake: int = 0  # kept of the victims' unfinished groups when they were killed
     twice: int = 0
     twice_share: float = 0.0
     versions: int = 0
@@ -241,6 +243,16 @@ class Fleet:
             if time.monotonic() > deadline:
                 log = self.children[name].output()[-3000:]
                 raise SystemExit(f"{name} does not serve after {START_S:.0f} s:\n{log}")
+
+    def at_stake(self, name: str) -> int:
+        """Tokens that are kept of the unfinished groups a generator holds."""
+        keys, client = self.broker.keys, self.broker._client
+        tokens = 0
+        for entry in client.xpending_range(keys.prompts, GENERATORS, "-", "+", 100, consumername=name):
+            for _, fields in client.xrange(keys.prompts, entry["message_id"], entry["message_id"]):
+                packed = client.hget(keys.partial, fields[b"g"])
+                tokens += wire.decode_partial(packed, fields[b"g"].decode(), GROUP_SIZE).tokens if packed else 0
+        return tokens
 
     def kill(self, name: str) -> None:
         self.children.pop(name).kill()
@@ -328,7 +340,7 @@ def run(handoff_tokens: int, kills: int, generators: int, seconds: float, model:
         arm.sampled, arm.kept = fleet.sampled(), settler.kept()
         arm.delivered = sum(group.response_tokens for group in settler.groups)
         arm.twice = arm.sampled - arm.delivered - arm.kept
-        arm.twice_share = arm.twice / arm.sampled
+        arm.twice_share = arm.twice / max(arm.sampled, 1)
         arm.versions, arm.groups = settler.version + 1, len(settler.groups)
         arm.duplicates = settler.broker.ledger().duplicates
         arm.continued_groups = len(fleet.continued() & {group.group_id for group in settler.groups})
@@ -364,6 +376,7 @@ def _kill(fleet: Fleet, arm: Arm, kills: int, until: float) -> None:
             clock += now - before
         before = now
         if clock >= KILL_EVERY_S and serving:
+            arm.at_stake += fleet.at_stake(serving[0])
             fleet.kill(serving[0])
             fleet.start()
             arm.kills += 1
@@ -435,12 +448,13 @@ def main() -> int:
                 print(json.dumps(asdict(arm), indent=2), flush=True)
     worst = max(arm.scored["worst_continued"] for arm in arms.values())
     drained = [arm.drained["lost"] for arm in arms.values() if arm.drained]
+    held = all(arm.kills and arm.twice_share < 0.05 for arm in arms.values() if arm.drained)
     result = {
         **{f"twice_share_{name}": arm.twice_share for name, arm in arms.items()},
         "drained_lost": drained,
         "worst_continued": worst,
         "worst_other": max(arm.scored["worst_other"] for arm in arms.values()),
-        "ok": all(arm.twice_share < 0.05 for arm in arms.values() if arm.drained) and not any(drained) and worst < 1e-3,
+        "ok": held and not any(drained) and worst < 1e-3,
         "arms": {name: asdict(arm) for name, arm in arms.items()},
     }
     print(json.dumps(result))
