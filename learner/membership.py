@@ -75,7 +75,7 @@ class Membership:
 
     Attributes:
         version: the published one; -1 before the first.
-        complete: nobody who can be served lacks it.
+        complete: nobody who could be served when it was published lacks it.
         epoch: the last group formed.
         members: who is in it, in rank order; empty when there is none.
         reason: why the last group was disbanded.
@@ -98,6 +98,7 @@ class Membership:
         self._left_out: dict[Identity, tuple[int, float]] = {}  # failures, time of the next try
         self._corrupt: set[Identity] = set()  # sent again at once, for the first time
         self._blameless, self._ever_loaded = 0, False
+        self._owed: set[Identity] | None = set()  # who has to get it before the next one; None: not looked yet
 
     # --- what happened
 
@@ -105,7 +106,7 @@ class Membership:
         """There is a new version. Only at rest. `checksum`: what its receivers must acknowledge."""
         assert self._doing is Step.REST, self._doing
         self.version, self.checksum, self.complete, self.next_waits = version, checksum, False, False
-        self.count, self._blameless, self._corrupt = Count(), 0, set()
+        self.count, self._blameless, self._corrupt, self._owed = Count(), 0, set(), None
 
     def look(self, living: Iterable[Identity]) -> None:
         """The registry: generators that live and follow the control stream."""
@@ -171,8 +172,12 @@ class Membership:
 
     def _begin(self) -> Step:
         lacking = self._lacking()
-        if not lacking:
+        if self._owed is None:
+            self._owed = set(lacking.values())
+        if not self.complete and not self._owed & set(lacking.values()):
             self.complete, self._blameless = True, 0
+        if not lacking:
+            self._blameless = 0
             return Step.DESPAIR if self._left_out and not self._ever_loaded else Step.REST
         if self.complete and self.next_waits:
             return Step.REST
