@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ class Stored:
         for engine, fragments in engines.items():
             fragments.make_state(self.state.steps[engine])
             for kind, file in files_of(engine).items():
-                self._read(file, lambda read, fragments=fragments, kind=kind: fragments.spread(kind, read, self.source))
+                self._read(file, partial(self._spread, fragments, kind))
             fragments.publish()
         rows = {
             name: torch.empty(shape, dtype=torch.uint8, device=_device()) for name, shape in self.shapes[RNG].items()
@@ -116,6 +117,9 @@ class Stored:
 
         self._read(RNG, spread)
         rng.restore({name: row.cpu() for name, row in rows.items()}, seed, self.state.version)
+
+    def _spread(self, fragments: Fragments, kind: str, read: Callable[[str], Tensor] | None) -> None:
+        fragments.spread(kind, read, self.source)
 
     def _read(self, file: str, use: Callable[[Callable[[str], Tensor] | None], None]) -> None:
         """Call `use` with a reader of the file's tensors, one at a time; with None on ranks that do not read."""

@@ -75,7 +75,7 @@ class Fragments:
                     held = self._held(fragment, kind)
                     if held is not None:
                         whole.narrow(0, fragment.start, fragment.length).copy_(held)
-            if not alone:
+            if whole is not None and not alone:
                 dist.reduce(whole, dst=0)  # each element is on one rank, and zero on the others
             yield name, whole.view(shape).cpu() if whole is not None and dist.get_rank() == 0 else None
 

@@ -29,7 +29,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         if tensor.numel():
-            yield memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            yield tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def shapes(path: Path) -> dict[str, list[int]]:
