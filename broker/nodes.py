@@ -62,8 +62,8 @@ class Nodes:
         self.present.append(child)
 
     def replaces(self, child: Child, code: int, snapshot: Snapshot | None) -> bool:
-        """Whether the run goes on without `child`, which ended with `code`: it was dismissed, or it was killed, and nodes
-        were not killed too often without anything becoming durable in between."""
+        """Whether the run goes on without `child`, which ended with `code`: it was dismissed, or it was killed, and not
+        too many were without anything becoming durable in between."""
         if child in self._dismissed:
             return True
         if child not in self.present or code > 0:
