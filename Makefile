@@ -61,6 +61,7 @@ test: $(STAMP) ## Run the whole test suite
 	$(TEST_ENV) $(BIN)/python -m pytest
 
 chaos: $(STAMP) ## Kill every part of a fleet at random, 200 times, and a real learner 20 times; nothing may be lost or trained twice
+	$(TEST_ENV) $(BIN)/python -m pytest -m long
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --seeds 5 --kills 200
 	$(TEST_ENV) $(BIN)/python -m tests.chaos.resume --kills 20
 	$(TEST_ENV) $(BIN)/python -m tests.chaos.elastic

@@ -354,6 +354,7 @@ class Learner:
             self.log.info("stopped by signal at version %d", self.version)
 
     def _heartbeat(self, broker: Broker, epoch: int) -> None:
+        world = float(dist.get_world_size())
         while not self.stopping.wait(self.config.broker.heartbeat_s):
             broker.heartbeat(
                 Member(
@@ -364,7 +365,7 @@ class Learner:
                     epoch=epoch,
                     host=socket.gethostname(),
                     pid=os.getpid(),
-                    counters={"ranks": float(dist.get_world_size()), **self.exposed.hunger()},
+                    counters={"ranks": world, **self.exposed.hunger()},
                 )
             )
 

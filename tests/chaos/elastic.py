@@ -296,8 +296,8 @@ def main() -> int:
         world, started = World(how, root / how, options.seed), time.monotonic()
         try:
             world.run()
-        except (TimeoutError, AssertionError) as error:
-            world.problems.append(str(error))
+        except (TimeoutError, AssertionError, SystemExit) as error:  # what was measured until then is still reported
+            world.problems.append(f"ended early: {error}")
         failed = failed or bool(world.problems)
         seconds = round(time.monotonic() - started, 1)
         changes = [asdict(change) for change in world.changes]

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from broker_helpers import MakeConfig, group, ids, release, submit
 from typer.testing import CliRunner
+from valkey_helpers import until
 
 from broker import Broker, Server, checks
 from broker.runs import existing_run, newest_run_id
@@ -61,6 +62,8 @@ def test_server_killed_loses_nothing_and_calls_go_on(make_config: MakeConfig) ->
     server = Server(config.broker).start(config.run.folder)
     broker = Broker.connect(config)
     submit(broker, 2)
+    # While a slow disk syncs, the server holds back what it writes next for up to 2 s (appendfsync everysec).
+    until(lambda: not broker._client.info("persistence")["aof_buffer_length"])
     assert server.process is not None
     server.process.kill()
     server.process.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -67,9 +66,6 @@ class Nodes:
                     start_new_session=True,
                 )
 
-    def terminate(self, name: str) -> None:
-        self._running[name].send_signal(signal.SIGTERM)
-
     def kill(self, name: str) -> None:
         kill_family("no mark/", [self._running[name].pid])
 
@@ -99,12 +95,13 @@ class Nodes:
 
 @pytest.fixture
 def nodes(make_config: Callable[..., Config], valkey: Server, tmp_path: Path) -> Iterator[Nodes]:
-    config = make_config(learner={"elastic": {"min_nodes": 1, "max_nodes": 3, "max_failures": 2}})
+    config = make_config(learner={"elastic": {"min_nodes": 1, "max_nodes": 2, "max_failures": 2}})
     made = Nodes(config, tmp_path, valkey.password)
     yield made
     made.close()
 
 
+@pytest.mark.long
 def test_nodes_go_on_without_rank_0_and_with_a_new_broker_service(nodes: Nodes) -> None:
     nodes.start("a", "b")
     nodes.await_world(2)
@@ -112,12 +109,8 @@ def test_nodes_go_on_without_rank_0_and_with_a_new_broker_service(nodes: Nodes) 
     nodes.kill(lost)
     nodes.await_world(1)
     nodes.host()
-    nodes.start("c")
-    nodes.await_world(2)
-    left = ({"a", "b"} - {lost}).pop()
-    nodes.terminate("c")
-    assert nodes.code("c") == 0
     nodes.await_world(1)
+    left = ({"a", "b"} - {lost}).pop()
     nodes.broker.finish()
     (nodes.folder / "done").touch()
     assert nodes.code(left) == 0

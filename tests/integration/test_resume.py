@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_killed_with_two_ranks_and_resumed_with_one_ends_with_the_same_weights() -> None:
     done = subprocess.run(
