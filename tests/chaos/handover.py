@@ -251,7 +251,7 @@ class Fleet:
         for entry in client.xpending_range(keys.prompts, GENERATORS, "-", "+", 100, consumername=name):
             for _, fields in client.xrange(keys.prompts, entry["message_id"], entry["message_id"]):
                 packed = client.hget(keys.partial, fields[b"g"])
-                tokens += wire.decode_partial(packed, fields[b"g"].decode(), GROUP_SIZE).tokens if packed else 0
+                tokens += wirepartial.decode_partial(packed, fields[b"g"].decode(), GROUP_SIZE).tokens if packed else 0
         return tokens
 
     def kill(self, name: str) -> None:
