@@ -227,7 +227,7 @@ class LightPublisher:
             lacking = [m.id for m in members if m.state in ("syncing", "serving") and m.version != version]
             if not lacking:
                 continue
-            (seconds, micros) = self._broker._client.time()
+            seconds, micros = self._broker._call(self._broker._client.time)
             epoch = seconds * 1_000_000 + micros
             ranks = {name: rank for rank, name in enumerate(lacking, 1)}
             parameter = Parameter("weight", "float32", (1,))
