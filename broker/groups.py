@@ -31,6 +31,7 @@ class GroupQueue(Link):
 
     _newest_taken = (0, "0")  # epoch, entry id
     _in_doubt = False  # whether entries were perhaps delivered that did not arrive here
+    _recorded = (0, 0)  # epoch, and the version whose record the server acknowledged last
 
     def begin(self, version: int, contained: Collection[str]) -> int:
         """Begin a new incarnation of the learner, whose weights are `version` and contain the groups `contained`.
@@ -44,7 +45,9 @@ class GroupQueue(Link):
         """
         k = self.keys
         keys = [k.groups, k.ledger, k.state, k.arrived, k.unsettled, k.events, k.outstanding, k.expiries, k.contained]
-        return int(self._run("begin", keys, [LEARNER, version, *contained]))
+        epoch = int(self._run("begin", keys, [LEARNER, version, *contained]))
+        self._recorded = (epoch, version)
+        return epoch
 
     def take(self, epoch: int, count: int, block_ms: int) -> list[Delivery]:
         """Up to `count` groups, after at most `block_ms` (and 5 s). Empty if there are none, or none that is a group:
@@ -52,6 +55,7 @@ class GroupQueue(Link):
 
         Raises:
             FencedError: a newer incarnation began.
+            HeadraceError: LOST, as `step`; noticed when nothing comes, which may be why.
         """
         deliveries = []
         for entry_id, group_id, payload, origin in self._take(epoch, count, block_ms):
@@ -122,7 +126,10 @@ class GroupQueue(Link):
         ids, entries = [each.group.group_id for each in trained], [each.entry_id for each in trained]
         args: list[str | bytes | int] = [learner_group(epoch), epoch, "" if version is None else version]
         args += [len(ids), *ids, *entries, *settled]
-        return int(self._run("train", keys, args))
+        settled_now = int(self._run("train", keys, args))
+        if version is not None:
+            self._recorded = (epoch, version)
+        return settled_now
 
     def _delivery(self, entry_id: str, group_id: str, payload: bytes, origin: int) -> Delivery:
         """Raises WireError, naming the entry, where it is not a group of `group_size` that came through a lease."""
@@ -166,6 +173,7 @@ class GroupQueue(Link):
                 self.hold(epoch)  # there is no such consumer group: a newer learner began, if this says so
             raise
         if not found:
+            self._check_version(epoch)
             return []
         # An entry that was deleted while it was held has no fields.
         entries = [(entry_id.decode(), fields or {}) for entry_id, fields in found]
@@ -176,6 +184,13 @@ class GroupQueue(Link):
             (entry_id, group_id.decode(errors="replace"), fields.get(b"p", b""), _origin(entry_id, came))
             for (entry_id, fields), group_id, came in zip(entries, ids, arrived, strict=True)
         ]
+
+    def _check_version(self, epoch: int) -> None:
+        """A server that came back without the last steps holds groups for this learner that it has trained; no others
+        would ever come, since they take the whole budget."""
+        recorded_epoch, recorded = self._recorded
+        if epoch == recorded_epoch and self.version() < recorded:
+            raise HeadraceError(f"LOST writes of learner epoch {epoch}: the server no longer knows version {recorded}")
 
     def _prompts_of(self, deliveries: Sequence[Delivery]) -> tuple[int, list[bytes]]:
         """The policy version, and the prompt of each group as it is to be released at that version; empty where none

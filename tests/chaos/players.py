@@ -66,7 +66,7 @@ def run(role: str, name: str, spec: dict[str, Any]) -> int:
         return NO_SERVER
     except HeadraceError as error:
         traceback.print_exc()
-        return LOST if spec["power"] and _saw_loss(error) else CRASHED
+        return LOST if spec["lossy"] and _saw_loss(error) else CRASHED
     except BaseException:
         traceback.print_exc()
         return CRASHED

@@ -78,3 +78,13 @@ def test_step_of_more_groups_than_one_command_takes(broker: Broker) -> None:
     assert (broker.queues().unsettled, broker.ledger().balanced) == (1001, True)
     assert broker.settle(epoch, ids(taken)) == 1001
     assert (broker.ledger().settled, broker.queues().unsettled) == (1001, 0)
+
+
+def test_server_that_forgot_the_last_steps_does_not_leave_the_learner_waiting(broker: Broker) -> None:
+    submit(broker, 2)
+    epoch = broker.begin(0, [])
+    broker.step(epoch, 1, broker.take(epoch, 2, 0))
+    assert broker.take(epoch, 1, 0) == []
+    broker._client.hset(broker.keys.state, "version", 0)  # what a power cut takes back
+    with pytest.raises(HeadraceError, match=f"LOST writes of learner epoch {epoch}.*version 1"):
+        broker.take(epoch, 1, 0)
