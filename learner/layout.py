@@ -62,8 +62,8 @@ def _search(groups: Sequence[Part], ranks: int, limit: int, good: float) -> Lock
         if _slowest(found) < cost:
             best, best_cut, cost = found, cut, _slowest(found)
         if cost <= good:
-            break
-    return best
+            return best
+    return [level(rows, limit, deep=True) for rows in best]
 
 
 def _slowest(lock_steps: LockSteps) -> float:
