@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from broker import Broker, Counts, Sourced
 from common import log as logs
 from common import settings
 from common.config import Config
-from common.trajectory import Int32Array
+from common.trajectory import Int32Array, PartialResponse
 from common.weightcontrol import Form, Update
 from common.weightwire import plan_buckets
-from generator.engine import Sampled
+from generator.engine import Report, Sampled
 from generator.loop import Generator
 from generator.receive import StagedReceive
 from tests.chaos.players import LightEngine, LightRewards
@@ -48,9 +49,11 @@ class PacedEngine(LightEngine):
         super().__init__(config, 1.0)
         self._pace = config.run.folder / "pace"
 
-    async def sample(self, request: str, prompt_ids: Int32Array, n: int) -> list[Sampled]:
+    async def sample(
+        self, request: str, prompt_ids: Int32Array, n: int, *, begun: Sequence[PartialResponse], report: Report
+    ) -> list[Sampled]:
         self._median_s = float(self._pace.read_text())
-        sampled = await super().sample(request, prompt_ids, n)
+        sampled = await super().sample(request, prompt_ids, n, begun=begun, report=report)
         return [replace(each, token_ids=each.token_ids % VOCABULARY) for each in sampled]
 
 
