@@ -4,7 +4,7 @@
 
 Engines answer after log-normal times, with lengths to match; a share of the groups is filtered; some generators crash
 with their leases in hand, which the reclaimer takes back; weights change under running responses. The learner takes
-batches of one group a generator, a step takes as long as its ranks need, and it settles every few steps. Seconds of the
+batches as large as what is in flight (docs/concepts.md says why), a step takes as long as its ranks need, and it settles every few steps. Seconds of the
 engines are compressed (a mean answer takes two); every call of the broker is real, heartbeats and renewals included.
 A fleet's learner grows with it, in the proportion of the two options: `points` are fleets of 1, 2, 4, ... generators,
 up to 512. Small ones are watched for longer, up to a minute, since they give few groups.
@@ -261,10 +261,10 @@ def measure(where: Endpoint, generators: int, load: float, warm_s: float, window
         GROUP_SIZE,
         run={"name": f"fleet-{generators}"},
         sampling={"group_size": GROUP_SIZE, "max_response_tokens": LONGEST},
-        learner={"groups_per_step": generators, "micro_batch_tokens": 8192},
+        learner={"groups_per_step": IN_FLIGHT * generators, "micro_batch_tokens": 8192},
         broker={"member_ttl_s": 5.0},
     )
-    point = Point(config, where, generators, step_s=load * generators / (RATE * generators))
+    point = Point(config, where, generators, step_s=load * IN_FLIGHT / RATE)
     jobs = [(run_service, (point,)), (run_learner, (point,))]
     jobs += [(run_generators, (point, process)) for process in range(GENERATOR_PROCESSES)]  # type: ignore[misc]
     processes = [_Process.Process(target=target, args=arguments) for target, arguments in jobs]
