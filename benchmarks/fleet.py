@@ -5,10 +5,10 @@
 Engines answer after log-normal times, with lengths to match; a share of the groups is filtered; some generators crash
 with their leases in hand, which the reclaimer takes back; weights change under running responses. The learner takes
 batches as large as what is in flight (docs/concepts.md says why), a step takes as long as its ranks need, and it
-settles every few steps. Seconds of the engines are compressed (a mean answer takes two); every call of the broker is real,
-heartbeats and renewals included.
-A fleet's learner grows with it, in the proportion of the two options: `points` are fleets of 1, 2, 4, ... generators,
-up to 512. Small ones are watched for longer, up to a minute, since they give few groups.
+settles every few steps. Seconds of the engines are compressed (a mean answer takes two); every call of the broker is
+real, heartbeats and renewals included. A fleet's learner grows with it, in the proportion of the two options:
+`points` are fleets of 1, 2, 4, ... generators, up to 512. Small ones are watched for longer, up to a minute, since
+they give few groups.
 
 The last line is one JSON object: the fleet that was asked for, `points`, and `saturates_at`, the first point from which
 on all are more than 10 % below linear, which is the rate of engines that never wait.
