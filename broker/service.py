@@ -46,6 +46,9 @@ class Watch:
         self._open = lambda: expose(config.metrics, self.health, registry)
 
     def look(self, broker: Broker) -> None:
+        """Read the run anew, where anybody can see it: it takes a dozen commands."""
+        if self._config.metrics.port is None:
+            return
         first, self.reading = self.reading is None, read(broker)
         if first:  # of a service that was started again: what is there stays
             self._scaler.start_from(len(self.reading.in_role("generator")))

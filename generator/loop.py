@@ -238,7 +238,7 @@ class Generator:
             if await asyncio.to_thread(self.broker.heartbeat, self._member()) and not self.draining.is_set():
                 self.log.info("asked to leave")
                 self._drain()
-            if self.receiver.state != "joining":
+            if self.config.metrics.port is not None and self.receiver.state != "joining":
                 self.exposed.beat(await asyncio.to_thread(self.broker.version))
             if self._in_flight:
                 await asyncio.to_thread(self.broker.renew, self.id, list(self._in_flight))
