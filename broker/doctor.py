@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from broker.server import find_binary
 from broker.sources import check_source
 from broker.store import Broker
 from common.config import Config
-from common.doctor import Finding, fault, ok, warning
+from common.doctor import Finding, fault, ok, resolves, warning
 from common.errors import HeadraceError
 
 _SKEW_S = 5.0  # ages and leases are the server's clock alone; logs and traces of several hosts are not
@@ -86,9 +85,4 @@ def peers(config: Config) -> Iterator[Finding]:
     finally:
         broker.close()
     for host in sorted(hosts):
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            yield fault("peers", f"host {host!r} of a member does not resolve here ({error.strerror})")
-        else:
-            yield ok("peers", f"{host} resolves")
+        yield resolves("peers", host, f"host {host!r} of a member does not resolve here")

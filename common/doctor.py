@@ -79,7 +79,8 @@ def machine(config: Config) -> Iterator[Finding]:
     yield shared_memory(SHM)
     yield _folder(config.run.dir)
     if config.weights.host is not None:
-        yield _resolves("weights.host", config.weights.host)
+        host = config.weights.host
+        yield resolves("weights.host", host, f"{host!r} does not resolve here", ": generators could not connect")
 
 
 def shared_memory(path: Path) -> Finding:
@@ -109,12 +110,13 @@ def _folder(path: Path) -> Finding:
     return Finding("ok" if free >= _FREE_LEAST else "warning", "run folder", text)
 
 
-def _resolves(field: str, host: str) -> Finding:
+def resolves(subject: str, host: str, trouble: str, consequence: str = "") -> Finding:
+    """Can the host's name be found from here? `trouble` says that it cannot, the reason is put behind it."""
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError as error:
-        return fault(field, f"{host!r} does not resolve here ({error.strerror}): generators could not connect")
-    return ok(field, f"{host} is {address}")
+        return fault(subject, f"{trouble} ({error.strerror}){consequence}")
+    return ok(subject, f"{host} is {address}")
 
 
 def versions(_config: Config) -> Iterator[Finding]:
