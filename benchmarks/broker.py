@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from broker import Broker, Delivery, Server
+from broker import Broker, Delivery, Lease, Server
 from broker.clients import Endpoint, open_client
 from common import wire
 from common.config import BrokerConfig, Config
@@ -110,7 +110,7 @@ class Ours:
         self.group, self.epoch, self.version = group, self.broker.begin(0, []), 0
         self.made: dict[str, Group] = {}
 
-    def prepare(self, count: int) -> list[tuple[str, Group]]:
+    def prepare(self, count: int) -> list[tuple[Lease, Group]]:
         """Leases, and the group for each."""
         position = self.broker.position()
         prompts = [Prompt(f"{position + i:09d}", self.group.prompt_ids, "") for i in range(count)]
@@ -118,35 +118,34 @@ class Ours:
         leases = self.broker.lease("generator-0", count, 0)
         groups = [replace(self.group, group_id=lease.prompt.group_id) for lease in leases]
         self.made.update((group.group_id, group) for group in groups)
-        return [(lease.entry_id, group) for lease, group in zip(leases, groups, strict=True)]
+        return list(zip(leases, groups, strict=True))
 
-    def submit(self, prepared: list[tuple[str, Group]]) -> None:
-        for entry_id, group in prepared:
-            self.broker.submit("generator-0", entry_id, group)
+    def submit(self, prepared: list[tuple[Lease, Group]]) -> None:
+        for lease, group in prepared:
+            self.broker.submit("generator-0", lease, group)
 
-    def submit_bytes(self, prepared: list[tuple[str, Group]], payload: bytes) -> None:
-        for entry_id, group in prepared:
-            self.broker._close("generator-0", entry_id, "submitted", group.group_id, payload)
+    def submit_bytes(self, prepared: list[tuple[Lease, Group]], payload: bytes) -> None:
+        for lease, _ in prepared:
+            self.broker._submit("generator-0", lease, payload)
 
     def take_step_settle(self) -> None:
         while deliveries := self.broker.take(self.epoch, BATCH, 0):
             self._step(deliveries, [each.group.group_id for each in deliveries])
 
     def take_step_settle_bytes(self) -> None:
-        while deliveries := self._take_bytes():
+        while deliveries := self._deliveries(self.broker._take(self.epoch, BATCH, 0)):
             self._step(deliveries, [each.group.group_id for each in deliveries])
 
     def take_settle_bytes(self) -> float:
         """Seconds it took, the steps between not counted."""
         steps = 0.0
         started = time.perf_counter()
-        while deliveries := self._take_bytes():
-            steps += seconds(partial(self._step, deliveries))
-            self.broker.settle(self.epoch, [each.group.group_id for each in deliveries])
+        while entries := self.broker._take(self.epoch, BATCH, 0):
+            steps += seconds(lambda: self._step(self._deliveries(entries)))
+            self.broker.settle(self.epoch, [group_id for _, group_id, _, _ in entries])
         return time.perf_counter() - started - steps
 
-    def _take_bytes(self) -> list[Delivery]:
-        entries = self.broker._take(self.epoch, BATCH, 0)
+    def _deliveries(self, entries: Sequence[tuple[str, str, bytes, int]]) -> list[Delivery]:
         return [Delivery(entry_id, self.made[group_id]) for entry_id, group_id, _, _ in entries]
 
     def _step(self, deliveries: list[Delivery], settle: Sequence[str] = ()) -> None:

@@ -179,7 +179,7 @@ class Engines:
         if self.rng.random() < FILTERED:
             self.broker.filtered(name, lease.entry_id, "wrong")
         else:
-            self.broker.submit(name, lease.entry_id, self.group(name, lease.prompt, started, took))
+            self.broker.submit(name, lease, self.group(name, lease.prompt, started, took))
         del self.held[name][lease.entry_id]
         self.lease(name)
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from broker.keys import Keys
 
-Role = Literal["broker", "generator", "learner", "reader"]
+Role = Literal["broker", "generator", "learner", "reader", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 # What connecting takes; in a cluster the client asks where the slots are, and what kind of key each command has.
@@ -28,6 +28,18 @@ _MEMBER: tuple[_Right, ...] = (
     ("hlen", "answers"),
 )
 _LEDGER: tuple[_Right, ...] = (("xlen", "prompts groups"), ("zcard", "outstanding unsettled"), ("hgetall", "ledger"))
+
+_READER: tuple[_Right, ...] = (
+    *_LEDGER,
+    ("xpending", "prompts groups"),
+    ("xlen xrevrange", "dead"),
+    ("hget", "state"),
+    ("hgetall", "members rounds expiries"),
+    ("hlen", "answers"),
+    ("zrange", "outstanding unsettled"),
+    ("hget", "arrived"),
+    ("xrange", "prompts groups"),
+)
 
 _RIGHTS: dict[Role, tuple[_Right, ...]] = {
     "broker": (
@@ -59,7 +71,8 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd", "dead events"),
         ("hincrby", "ledger"),
         ("zadd zscore", "closed"),
-        ("hset", "arrived"),
+        ("hset hget", "arrived"),
+        ("exists", "contained partial"),
         ("zrem", "outstanding contained"),
         ("zscore", "outstanding"),
         ("hdel", "expiries"),
@@ -75,7 +88,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd", "prompts dead events"),
         ("hincrby", "ledger state"),
         ("hset hdel", "state"),
-        ("hget hmget hdel", "arrived"),
+        ("hget hmget hdel hlen", "arrived"),
         ("hincrby hdel", "expiries"),
         ("zadd zrem zscore zmscore zcount zunionstore", "outstanding unsettled"),
         ("del", "unsettled"),
@@ -84,16 +97,15 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd xrevrange", "control"),
         ("xread xrevrange", "acks"),
     ),
-    "reader": (
-        *_LEDGER,
-        ("xpending", "prompts groups"),
-        ("xlen xrevrange", "dead"),
-        ("hget", "state"),
-        ("hgetall", "members rounds expiries"),
-        ("hlen", "answers"),
-        ("zrange", "outstanding unsettled"),
-        ("hget", "arrived"),
-        ("xrange", "prompts groups"),
+    "reader": _READER,
+    "operator": (  # a reader that may drain, resize, and put dead letters back
+        *_READER,
+        ("hset", "drains elastic"),
+        ("zscore zadd", "closed"),
+        ("xdel", "dead"),
+        ("xadd", "prompts"),
+        ("zadd", "outstanding"),
+        ("hincrby", "ledger"),
     ),
 }
 

@@ -6,15 +6,16 @@ a new one, fences the older ones and delivers again whatever the restored weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import redis
 
 from broker.keys import LEARNER, learner_group
-from broker.link import MAX_BLOCK_MS, Link, _log
+from broker.link import MAX_BLOCK_MS, Link, _log, replies
 from broker.records import Delivery
 from common import wire
 from common.errors import HeadraceError, WireError
@@ -150,24 +151,30 @@ class GroupQueue(Link):
 
         A call that is repeated, since its reply was lost, asks first for what this epoch holds beyond the newest entry
         that arrived here, so that nothing stays behind.
+
+        Where an entry came from is asked only if the stream has more of them than leases brought.
         """
         k, group, consumer = self.keys, learner_group(epoch), f"epoch-{epoch}"
         arrived_epoch, newest = self._newest_taken
         block = min(block_ms, MAX_BLOCK_MS) if block_ms > 0 else None
         read = partial(self._client.xreadgroup, group, consumer, count=count)
 
-        def once() -> Any:
+        def once() -> tuple[Any, bool]:
             if self._in_doubt:
                 held = read({k.groups: newest if arrived_epoch == epoch else "0"})[0][1]
                 if held:
-                    return held
+                    return held, False
             self._in_doubt = True
-            reply = read({k.groups: ">"}, block=block)
+            with self._client.pipeline(transaction=False) as pipe:
+                pipe.xreadgroup(group, consumer, {k.groups: ">"}, count=count, block=block)
+                pipe.hlen(k.arrived)  # before the length: what is submitted in between makes them differ
+                pipe.xlen(k.groups)
+                reply, leased, length = replies(pipe)
             self._in_doubt = False
-            return reply[0][1] if reply else []
+            return (reply[0][1] if reply else []), leased == length
 
         try:
-            found = self._call(once)
+            found, all_leased = self._call(once)
         except HeadraceError as error:
             if isinstance(error.__cause__, redis.ResponseError):
                 self.hold(epoch)  # there is no such consumer group: a newer learner began, if this says so
@@ -179,10 +186,13 @@ class GroupQueue(Link):
         entries = [(entry_id.decode(), fields or {}) for entry_id, fields in found]
         self._newest_taken = (epoch, entries[-1][0])
         ids = [fields.get(b"g", b"") for _, fields in entries]
-        arrived = self._call(lambda: self._client.hmget(k.arrived, ids))
+        origins: Iterable[int] = repeat(_LEASED)
+        if not all_leased:
+            arrived = self._call(lambda: self._client.hmget(k.arrived, ids))
+            origins = [_origin(entry_id, came) for (entry_id, _), came in zip(entries, arrived, strict=True)]
         return [
-            (entry_id, group_id.decode(errors="replace"), fields.get(b"p", b""), _origin(entry_id, came))
-            for (entry_id, fields), group_id, came in zip(entries, ids, arrived, strict=True)
+            (entry_id, group_id.decode(errors="replace"), fields.get(b"p", b""), origin)
+            for (entry_id, fields), group_id, origin in zip(entries, ids, origins, strict=False)
         ]
 
     def _check_version(self, epoch: int) -> None:
@@ -219,7 +229,7 @@ class GroupQueue(Link):
 
 
 def _origin(entry_id: str, arrived: bytes | None) -> int:
-    """`arrived`: the entry under which the group of this one came through a lease."""
+    """`arrived`: the entry under which the group of this one came through a lease, and that lease's."""
     if arrived is None:
         return _FOREIGN
-    return _LEASED if arrived.decode() == entry_id else _DUPLICATE
+    return _LEASED if arrived.decode().split()[0] == entry_id else _DUPLICATE

@@ -10,7 +10,7 @@ slot and one script may touch several of them.
 | dead      | stream | the fields of what died, and `error`, `kind`, `by`: dead letters, the newest 1000 or so |
 | ledger    | hash   | counters of what happened; see `broker.records.Ledger` |
 | state     | hash   | position, version, epoch, finished |
-| arrived   | hash   | group id -> entry id in groups, for every group that came through a lease |
+| arrived   | hash   | group id -> "entry-id-in-groups entry-id-of-lease", for every group that came through a lease |
 | outstanding | zset | group id scored by the version it was released at: released, and neither trained nor ended |
 | unsettled | zset   | the same of groups that were trained and are in no durable checkpoint yet |
 | expiries  | hash   | group id -> how often it expired and went back, until it ends |

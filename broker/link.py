@@ -38,10 +38,8 @@ _log = logging.getLogger("headrace.broker")
 
 @cache
 def _script(name: str) -> tuple[str, str]:
-    """Text and SHA-1 of a script. `submit` is `close` as the memory limit holds for it."""
-    text = (files("broker") / "lua" / f"{'close' if name == 'submit' else name}.lua").read_text(encoding="utf-8")
-    if name == "submit":
-        text = text.replace("#!lua flags=allow-oom", "#!lua", 1)
+    """Text and SHA-1 of a script."""
+    text = (files("broker") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -53,6 +51,15 @@ def _transient(error: BaseException) -> bool:
         moved = redis.ReadOnlyError | redis.exceptions.ClusterError | redis.exceptions.AskError
         return isinstance(error, moved) or str(error).startswith(_MOVING)
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | RedisClusterException)
+
+
+def replies(pipe: Any) -> list[Any]:
+    """Execute a pipeline. Raises its first error as the server said it; redis-py would put the command before it."""
+    found: list[Any] = pipe.execute(raise_on_error=False)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
 
 
 class Link:

@@ -76,7 +76,8 @@ class PromptQueue(Link):
                 _log.warning("prompt entry %s dead-lettered: %s", entry_id, error)
                 self._close(consumer, entry_id, "dead", "", b"", str(error), "damaged")
             else:
-                leases.append(Lease(entry_id, prompt, self._partial(prompt.group_id)))
+                entry = (fields.get(b"t", b""), fields[b"p"])
+                leases.append(Lease(entry_id, prompt, self._partial(prompt.group_id), entry))
         return leases
 
     def _partial(self, group_id: str) -> PartialGroup | None:
@@ -108,7 +109,7 @@ class PromptQueue(Link):
             return []
         return [held.decode() for held in self._run("renew", [self.keys.prompts], [GENERATORS, consumer, *entry_ids])]
 
-    def submit(self, consumer: str, entry_id: str, group: Group) -> bool:
+    def submit(self, consumer: str, lease: Lease, group: Group) -> bool:
         """Hand in the group of a lease: it enters the stream and the lease closes, in one step.
 
         Returns:
@@ -116,8 +117,11 @@ class PromptQueue(Link):
 
         Raises:
             BrokerFullError: the server is at its memory limit; the lease is still held.
+            ValueError: the group is not the lease's.
         """
-        return self._close(consumer, entry_id, "submitted", group.group_id, wire.encode_group(group))
+        if group.group_id != lease.prompt.group_id:
+            raise ValueError(f"lease {lease.entry_id} is of group {lease.prompt.group_id}, not of {group.group_id}")
+        return self._submit(consumer, lease, wire.encode_group(group))
 
     def filtered(self, consumer: str, entry_id: str, kind: FilteredKind) -> bool:
         """Report that a lease gave an uninformative group; its budget is free at once. Returns as `submit`."""
@@ -156,6 +160,13 @@ class PromptQueue(Link):
             )
         ]
 
+    def _submit(self, consumer: str, lease: Lease, payload: bytes) -> bool:
+        k = self.keys
+        keys = [k.prompts, k.groups, k.ledger, k.closed, k.arrived, k.outstanding, k.expiries, k.contained, k.partial]
+        group_id, (released, prompt) = lease.prompt.group_id, lease.entry
+        args: list[str | bytes | int] = [GENERATORS, consumer, lease.entry_id, group_id, released, prompt, payload]
+        return bool(self._run("submit", keys, args))
+
     def _close(
         self,
         consumer: str,
@@ -168,11 +179,9 @@ class PromptQueue(Link):
         keep: str = "",
     ) -> bool:
         k = self.keys
-        keys = [k.prompts, k.groups, k.dead, k.ledger, k.closed, k.arrived, k.events, k.outstanding, k.expiries]
-        keys += [k.contained, k.partial]
-        script = "submit" if outcome == "submitted" else "close"
+        keys = [k.prompts, k.dead, k.ledger, k.closed, k.events, k.outstanding, k.expiries, k.partial]
         args: list[str | bytes | int] = [GENERATORS, consumer, entry_id, outcome, group_id, payload, error, kind, keep]
-        return bool(self._run(script, keys, args))
+        return bool(self._run("close", keys, args))
 
 
 def _ms(seconds: float) -> int:

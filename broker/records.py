@@ -15,11 +15,13 @@ FilteredKind = Literal["correct", "wrong", "equal"]
 @dataclass(frozen=True)
 class Lease:
     """A prompt held by one generator. `entry_id` is the fencing token: after a reclaim it names nothing any more.
-    `partial` is what earlier holders have sampled, where they left any of it."""
+    `partial` is what earlier holders have sampled, where they left any of it. `entry` goes along with the group: when
+    the prompt was first released (ms, as the server wrote it), and the prompt's bytes."""
 
     entry_id: str
     prompt: Prompt
     partial: PartialGroup | None = None
+    entry: tuple[bytes, bytes] = (b"", b"")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from broker.fleet import Fleet
 from broker.groups import GroupQueue
 from broker.keys import GENERATORS, LEARNER
 from broker.prompts import PromptQueue
-from broker.records import Ledger, Queues, Unfinished, Whereabouts
+from broker.records import Lease, Ledger, Queues, Unfinished, Whereabouts
 from common.config import Config
 from common.trajectory import Group, PartialGroup
 
@@ -49,14 +49,14 @@ class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet, Elastic):
             broker.open()
         return broker
 
-    def submit(self, consumer: str, entry_id: str, group: Group) -> bool:
+    def submit(self, consumer: str, lease: Lease, group: Group) -> bool:
         """As `PromptQueue.submit`, within `broker.max_bytes`: the size is sampled first, so a few groups may pass it.
 
         Raises:
             BrokerFullError: the groups, or the server, take no more now; the lease is still held.
         """
         self._check_room(unfinished_share=0.5)
-        return super().submit(consumer, entry_id, group)
+        return super().submit(consumer, lease, group)
 
     def keep_partial(self, consumer: str, entry_id: str, partial: PartialGroup) -> bool:
         """As `PromptQueue.keep_partial`, within `broker.max_bytes`."""

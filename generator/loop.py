@@ -193,7 +193,7 @@ class Generator:
             await asyncio.to_thread(self.broker.filtered, self.id, lease.entry_id, kind)
             return
         group = self._group(lease, samples, scores, sampled_at)
-        if await until_taken(lambda: self.broker.submit(self.id, lease.entry_id, group)):
+        if await until_taken(lambda: self.broker.submit(self.id, lease, group)):
             self._counts["groups"] += 1
         else:
             self._counts["duplicates"] += 1

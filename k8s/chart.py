@@ -18,7 +18,7 @@ from common.config import Config
 from common.errors import ConfigError
 
 CHART = Path(__file__).with_name("headrace")
-PASSWORDS = ("broker", "generator", "learner", "reader", "admin")
+PASSWORDS = ("broker", "generator", "learner", "reader", "operator", "admin")
 _ORDER = ("ServiceAccount", "ConfigMap", "PersistentVolumeClaim", "Role", "RoleBinding", "Service")
 _KIND = re.compile(r"^kind: (\w+)$", re.MULTILINE)
 

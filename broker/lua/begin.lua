@@ -8,9 +8,9 @@ local trained, settled = 0, 0
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i = 3, #ARGV do
-  local id = redis.call('HGET', KEYS[4], ARGV[i])
-  if id then
-    redis.call('XDEL', KEYS[1], id)
+  local arrived = redis.call('HGET', KEYS[4], ARGV[i])
+  if arrived then
+    redis.call('XDEL', KEYS[1], string.match(arrived, '^%S+'))
     redis.call('HDEL', KEYS[4], ARGV[i])
     redis.call('HDEL', KEYS[8], ARGV[i])
     redis.call('ZREM', KEYS[7], ARGV[i])

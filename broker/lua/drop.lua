@@ -12,7 +12,8 @@ local now = string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000))
 local gone, counted, again = 0, 0, 0
 for i = 6, #ARGV, 3 do
   local id, group_id, prompt = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local known = redis.call('HGET', KEYS[5], group_id) == id
+  local arrived = redis.call('HGET', KEYS[5], group_id)
+  local known = arrived and string.match(arrived, '^%S+') == id
   if not (known and redis.call('ZSCORE', KEYS[6], group_id)) then
     local entry = ARGV[3] == 'dead' and redis.call('XRANGE', KEYS[1], id, id)[1]
     redis.call('XACK', KEYS[1], ARGV[1], id)

@@ -29,7 +29,8 @@ end
 local function find(key)
   local group_id = redis.call('ZRANGE', key, 0, 0)[1]
   if not group_id then return {} end
-  local id = redis.call('HGET', KEYS[5], group_id)
+  local arrived = redis.call('HGET', KEYS[5], group_id)
+  local id = arrived and string.match(arrived, '^%S+')
   local epoch = redis.call('HGET', KEYS[7], 'epoch')
   local stream, group = id and 2 or 1, id and ARGV[2] .. '-' .. (epoch or '') or ARGV[1]
   local entry = id and redis.call('XRANGE', KEYS[2], id, id)[1] or not id and queued(group_id)

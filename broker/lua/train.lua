@@ -15,15 +15,15 @@ end
 
 local known, gone, again = 0, 0, 0
 parts(5, 4 + groups, function(first, last)
-  for i, entry_id in ipairs(redis.call('HMGET', KEYS[4], unpack(ARGV, first, last))) do
-    if not entry_id then gone = gone + 1
-    elseif entry_id == ARGV[first - 1 + i + groups] then known = known + 1 end
+  for i, arrived in ipairs(redis.call('HMGET', KEYS[4], unpack(ARGV, first, last))) do
+    if not arrived then gone = gone + 1
+    elseif string.match(arrived, '^%S+') == ARGV[first - 1 + i + groups] then known = known + 1 end
   end
   for _, score in ipairs(redis.call('ZMSCORE', KEYS[5], unpack(ARGV, first, last))) do
     if score then again = again + 1 end
   end
 end)
-local version = redis.call('HGET', KEYS[3], 'version')
+local version = ARGV[3] ~= '' and redis.call('HGET', KEYS[3], 'version')
 local twice = version == ARGV[3] and (known == groups and again == groups or gone == groups and #ARGV > 4 + 2 * groups)
 if ARGV[3] ~= '' and not twice then
   if known < groups or again > 0 or tonumber(version or '0') + 1 ~= tonumber(ARGV[3]) then
@@ -48,7 +48,7 @@ parts(5 + 2 * groups, #ARGV, function(first, last)
   local ids, entries = {}, {}
   for i, score in ipairs(redis.call('ZMSCORE', KEYS[5], unpack(ARGV, first, last))) do
     if score then
-      ids[#ids + 1], entries[#entries + 1] = ARGV[first - 1 + i], arrived[i]
+      ids[#ids + 1], entries[#entries + 1] = ARGV[first - 1 + i], string.match(arrived[i], '^%S+')
     end
   end
   if #ids == 0 then return end

@@ -117,7 +117,7 @@ class Run:
         for group in groups():
             self.broker.release([Prompt(group.group_id, group.prompt_ids, "", {})], int(group.group_id))
             (lease,) = self.broker.lease("g", 1, 0)
-            assert self.broker.submit("g", lease.entry_id, group)
+            assert self.broker.submit("g", lease, group)
 
     def learners(self, ranks: int, resume: bool) -> list[int]:
         """Fork the ranks of a learner; their pids."""

@@ -109,7 +109,7 @@ class Fleet:
                 Response(ids, np.full(2, -1, np.float32), (VersionRun(0, 0),), "stop", right, right, bool(right))
                 for right in map(float, accuracy)
             )
-            assert self.broker.submit("g", lease.entry_id, Group(uid, ids, responses, "g", 1.0, 0.0))
+            assert self.broker.submit("g", lease, Group(uid, ids, responses, "g", 1.0, 0.0))
             qualified += 1
         return qualified
 

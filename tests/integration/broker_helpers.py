@@ -71,7 +71,7 @@ def submit(broker: Broker, count: int, consumer: str = "g1") -> list[str]:
     release(broker, count)
     leases = lease(broker, count, consumer)
     for each in leases:
-        assert broker.submit(consumer, each.entry_id, group(each.prompt.group_id))
+        assert broker.submit(consumer, each, group(each.prompt.group_id))
     return [each.prompt.group_id for each in leases]
 
 

@@ -54,8 +54,8 @@ GOOD = wire.encode_group(group("000000000"))
 def test_take_of_a_bad_group_costs_that_group_and_says_why(broker: Broker, payload: bytes, reason: str) -> None:
     release(broker, 2)
     bad, good = lease(broker, 2)
-    assert broker._close("g1", bad.entry_id, "submitted", "", payload)
-    assert broker.submit("g1", good.entry_id, group(good.prompt.group_id))
+    assert broker._submit("g1", bad, payload)
+    assert broker.submit("g1", good, group(good.prompt.group_id))
     entry_id = broker._client.xrange(broker.keys.groups, count=1)[0][0].decode()
     assert ids(broker.take(broker.begin(0, []), 10, 0)) == [good.prompt.group_id]
     assert (broker.ledger().dead, broker.ledger().outstanding, broker.ledger().balanced) == (1, 1, True)
@@ -88,7 +88,7 @@ def test_prompt_of_a_large_damaged_group_is_kept_whole(broker: Broker) -> None:
     large = replace(prompt(0), text="x" * 100_000)
     assert broker.release([large], 0)
     (held,) = lease(broker, 1)
-    assert broker._close("g1", held.entry_id, "submitted", "", bytes(100_000))
+    assert broker._submit("g1", held, bytes(100_000))
     assert broker.take(broker.begin(0, []), 10, 0) == []
     (letter,) = broker.dead_letters()
     assert letter.prompt is not None and letter.prompt.text == large.text

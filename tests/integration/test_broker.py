@@ -25,7 +25,7 @@ def test_ledger_through_every_way_a_prompt_ends_stays_balanced(broker: Broker) -
     for each, kind in zip(leases, kinds, strict=False):
         assert broker.filtered("g1", each.entry_id, kind)  # type: ignore[arg-type]
     for each in leases[3:6]:
-        assert broker.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert broker.submit("g1", each, group(each.prompt.group_id))
     broker.give_back("g1", leases[6].entry_id, leases[6].prompt)
     broker.fail("g1", leases[7].entry_id, replace(leases[7].prompt, attempt=2), "reward raised")
     assert broker.ledger().balanced
@@ -86,9 +86,9 @@ def test_give_back_leaves_attempts_unchanged(broker: Broker) -> None:
 def test_submit_of_another_lease_s_group_is_refused(broker: Broker) -> None:
     release(broker, 1)
     (each,) = lease(broker, 1)
-    with pytest.raises(HeadraceError, match="not of 000000009"):
-        broker.submit("g1", each.entry_id, group("000000009"))
-    assert broker.submit("g1", each.entry_id, group("000000000"))
+    with pytest.raises(ValueError, match="not of 000000009"):
+        broker.submit("g1", each, group("000000009"))
+    assert broker.submit("g1", each, group("000000000"))
 
 
 # -- leases taken back
@@ -109,7 +109,7 @@ def test_reclaimed_lease_late_results_are_duplicates_and_discarded(make_config: 
     release(broker, 2)
     first, second = lease(broker, 2, "slow")
     _reclaim(broker, 2)
-    assert not broker.submit("slow", first.entry_id, group(first.prompt.group_id))
+    assert not broker.submit("slow", first, group(first.prompt.group_id))
     assert not broker.filtered("slow", second.entry_id, "wrong")
     broker.give_back("slow", first.entry_id, first.prompt)  # too late as well: changes nothing
     assert broker.renew("slow", [first.entry_id]) == []
@@ -117,7 +117,7 @@ def test_reclaimed_lease_late_results_are_duplicates_and_discarded(make_config: 
     assert (ledger.duplicates, ledger.submitted, ledger.filtered, ledger.outstanding) == (2, 0, 0, 2)
 
     for each in lease(broker, 2, "fast"):
-        assert broker.submit("fast", each.entry_id, group(each.prompt.group_id))
+        assert broker.submit("fast", each, group(each.prompt.group_id))
     assert broker.ledger().balanced
     assert sorted(ids(broker.take(broker.begin(0, []), 10, 0))) == ["000000000", "000000001"]
 
@@ -298,8 +298,8 @@ def test_submission_of_what_the_checkpoint_contains_is_settled_and_not_delivered
     release(broker, 1)
     epoch = broker.begin(1, ["000000000"])
     again = lease(broker, 1)[0]
-    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id))
-    assert broker.submit("g1", again.entry_id, group(again.prompt.group_id)), "sent twice"
+    assert broker.submit("g1", again, group(again.prompt.group_id))
+    assert broker.submit("g1", again, group(again.prompt.group_id)), "sent twice"
     ledger = broker.ledger()
     assert (ledger.trained, ledger.settled, ledger.outstanding, ledger.balanced) == (1, 1, 0, True)
     assert broker.take(epoch, 4, 0) == []
@@ -333,11 +333,12 @@ def test_every_write_sent_twice_counts_once(make_config: MakeConfig) -> None:
     assert broker.position() == 6
     leases = lease(broker, 6)
     for each in leases[:3]:
-        assert broker.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert broker.submit("g1", each, group(each.prompt.group_id))
     assert broker.filtered("g1", leases[3].entry_id, "correct")
     broker.give_back("g1", leases[4].entry_id, leases[4].prompt)
     broker.fail("g1", leases[5].entry_id, replace(leases[5].prompt, attempt=2), "bad")
-    assert not broker.submit("g1", "1-1", group("000000000"))
+    assert not broker.submit("g1", replace(leases[0], entry_id="1-1"), group("000000000"))
+    assert broker.ledger().duplicates == 1
 
     epoch = broker.begin(0, [])
     taken = broker.take(epoch, 2, 0)
@@ -376,8 +377,8 @@ def test_take_of_foreign_bytes_dead_letters_and_goes_on(broker: Broker) -> None:
 def test_take_of_a_damaged_group_counts_it_dead(broker: Broker) -> None:
     release(broker, 2)
     short, good = lease(broker, 2)
-    assert broker.submit("g1", short.entry_id, group(short.prompt.group_id, size=1))  # a group of 2 is configured
-    assert broker.submit("g1", good.entry_id, group(good.prompt.group_id))
+    assert broker.submit("g1", short, group(short.prompt.group_id, size=1))  # a group of 2 is configured
+    assert broker.submit("g1", good, group(good.prompt.group_id))
     epoch = broker.begin(0, [])
     assert ids(broker.take(epoch, 10, 0)) == [good.prompt.group_id]
     assert (broker.ledger().dead, broker.ledger().balanced) == (1, True)
@@ -415,7 +416,7 @@ def test_everything_killed_at_random_is_accounted_exactly_once(make_config: Make
                 elif fate < 0.5:
                     broker.fail(consumer, each.entry_id, each.prompt, "data")
                 else:
-                    broker.submit(consumer, each.entry_id, group(each.prompt.group_id))
+                    broker.submit(consumer, each, group(each.prompt.group_id))
         broker.close()
 
     def reclaimer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def flow(broker: Broker) -> None:
     leases = lease(broker, 4)
     assert broker.renew("g1", [leases[0].entry_id]) == [leases[0].entry_id]
     for each in leases[:2]:
-        assert broker.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert broker.submit("g1", each, group(each.prompt.group_id))
     assert broker.filtered("g1", leases[2].entry_id, "wrong")
     broker.leave("g1")
     while not broker.reclaim():
@@ -102,7 +103,7 @@ def test_cluster_user_of_a_generator_may_ask_where_the_slots_are(
     broker = Broker.connect(config)
     release(owner, 1)
     (held,) = lease(broker, 1)
-    assert broker.submit("g1", held.entry_id, group(held.prompt.group_id))
+    assert broker.submit("g1", held, group(held.prompt.group_id))
     assert cluster.admin.acl_log() == []
     for each in (owner, broker):
         each.close()
@@ -210,6 +211,37 @@ def test_tls_with_client_certificates(cluster: Node, certificates: Path, on: On)
         with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):  # nobody we know
             Broker.connect(on(url=url))
         cluster.admin.config_set("cluster-announce-port", 0)
+
+
+def test_sentinel_failover_with_tls_on_every_hop(tmp_path: Path, certificates: Path, on: On) -> None:
+    fast = ("--repl-diskless-sync-delay", "0")
+    context, ports = _demanding(certificates), [free_port() for _ in range(3)]
+    spoken: tuple[list[str], list[str]] = ([], [])
+    with ExitStack() as stack:
+        first = stack.enter_context(node(tmp_path / "a", *DATA, *fast))
+        second = stack.enter_context(node(tmp_path / "b", *DATA, *fast, "--replica-announce-port", str(ports[1])))
+        for server, port, seen in zip((first, second), ports, spoken, strict=False):
+            stack.enter_context(tls_front(context, port, server.port, seen))
+        second.admin.replicaof("127.0.0.1", ports[0])
+        conf = (
+            f"sentinel monitor run 127.0.0.1 {ports[0]} 1\nsentinel down-after-milliseconds run 300\n"
+            "sentinel failover-timeout run 2000\n"
+        )
+        with node(tmp_path / "s", "--sentinel", conf=conf) as watcher:
+            stack.enter_context(tls_front(context, ports[2], watcher.port))
+            url = f"rediss+sentinel://127.0.0.1:{ports[2]}/run"
+            with pytest.raises(ConfigError, match="no Redis or Valkey"):  # nobody the sentinel knows
+                Broker.connect(on(url=url, tls={"ca_file": _tls(certificates)["ca_file"]}))
+            broker = Broker.connect(on(url=url, tls=_tls(certificates)))
+            flow(broker)
+            submit(broker, 2)
+            until(lambda: watcher.admin.sentinel_master("run")["num-slaves"] == 1)
+            until(lambda: _offset(second) == _offset(first))
+            assert "tls" in spoken[0] and "tls" not in spoken[1]
+            first.kill()
+            assert ids(broker.take(broker.begin(1, []), 4, 0)) == ["000000004", "000000005"]
+            assert "tls" in spoken[1] and second.admin.role()[0] == b"master"
+            broker.close()
 
 
 def test_tls_files_that_cannot_be_used_are_named(tmp_path: Path, certificates: Path, on: On) -> None:

@@ -165,7 +165,7 @@ def test_service_feeds_to_the_budget_and_no_further(make_config: MakeConfig, tin
             if len(seen) % 2:
                 broker.filtered("g1", lease.entry_id, "wrong")
             else:
-                broker.submit("g1", lease.entry_id, group(lease.prompt.group_id))
+                broker.submit("g1", lease, group(lease.prompt.group_id))
         taken = broker.take(epoch, 4, 0)
         if taken:
             version += 1

@@ -69,7 +69,7 @@ def test_reads_writes_and_heartbeats_go_on_through_a_kill_and_dropped_connection
 
     def hand_in(broker: Broker) -> None:
         for each in broker.lease("g1", 4, 0):
-            assert broker.submit("g1", each.entry_id, group(each.prompt.group_id))
+            assert broker.submit("g1", each, group(each.prompt.group_id))
 
     def beat() -> None:
         while not stop.is_set():
@@ -151,7 +151,7 @@ def test_a_full_server_makes_producers_wait_while_the_learner_drains_it(
     def fill() -> int:
         for count in range(1000):
             try:
-                assert generator.submit("g1", leases[0].entry_id, _big(leases[0].prompt.group_id))
+                assert generator.submit("g1", leases[0], _big(leases[0].prompt.group_id))
             except BrokerFullError:
                 return count
             leases.pop(0)
@@ -163,7 +163,7 @@ def test_a_full_server_makes_producers_wait_while_the_learner_drains_it(
     first = fill()
     assert 3 <= first < 20
     with pytest.raises(BrokerFullError):
-        generator.submit("g1", leases[0].entry_id, _big(leases[0].prompt.group_id))
+        generator.submit("g1", leases[0], _big(leases[0].prompt.group_id))
     if bound == "maxmemory":
         limit = server.admin.config_get("maxmemory")["maxmemory"]
         server.admin.config_set("maxmemory", "1mb")  # a small entry would still fit
@@ -213,10 +213,10 @@ async def test_a_producer_waits_with_its_lease_until_the_learner_has_made_room(
     release(broker, 3)
     leases = lease(broker, 3)
     for each in leases[:2]:
-        assert broker.submit("g1", each.entry_id, _big(each.prompt.group_id))
+        assert broker.submit("g1", each, _big(each.prompt.group_id))
     last = leases[2]
     waiting = asyncio.create_task(
-        until_taken(lambda: broker.submit("g1", last.entry_id, _big(last.prompt.group_id)))
+        until_taken(lambda: broker.submit("g1", last, _big(last.prompt.group_id)))
     )
     while broker.pressure.seconds == 0.0:  # refused twice
         assert broker.renew("g1", [last.entry_id]) == [last.entry_id]
@@ -244,14 +244,14 @@ def users(server: Node, make_config: MakeConfig, tmp_path: Path) -> Iterator[dic
         server.admin.execute_command("ACL", "SETUSER", user_name(role), *words, "on", f">{role}-secret")
         own = config.broker.model_copy(update={"user": user_name(role), "password_file": file, "max_bytes": 10**9})
         connected = config.model_copy(update={"broker": own})
-        found[role] = Broker.connect(connected, reader=role == "reader")
+        found[role] = Broker.connect(connected, reader=role in ("reader", "operator"))
     yield found
     for each in found.values():
         each.close()
 
 
 def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[Role, Broker]) -> None:
-    service, generator, learner, reader = (users[role] for role in ROLES)
+    service, generator, learner, reader, operator = (users[role] for role in ROLES)
     # the service
     assert service.position() == 0 and not service.finished()
     assert service.release([prompt(each) for each in range(8)], 0)
@@ -265,7 +265,7 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     leases = generator.lease("g1", 6, 100)
     assert generator.renew("g1", [each.entry_id for each in leases[:1]])
     for each in leases[:3]:
-        assert generator.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert generator.submit("g1", each, group(each.prompt.group_id))
     assert generator.filtered("g1", leases[3].entry_id, "wrong")
     generator.fail("g1", leases[4].entry_id, replace(leases[4].prompt, attempt=2), "reward raised")
     for index in range(2):
@@ -312,15 +312,20 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     assert reader.ledger().balanced and reader.queues().dead_letters == 2 and reader.version() == 1
     assert len(reader.members()) == 1 and reader.dead_letters()[0].error == "damaged"
     assert reader.evaluation().result == result and reader.finished()
+    # an operator
+    operator.resize(2)
+    operator.drain(operator.members("learner")[0])
+    assert operator.retry_dead(operator.dead_letters()[-1]) and operator.drop_dead(operator.dead_letters()[0])
+    assert operator.ledger().balanced and operator.queues().dead_letters == 0
 
     assert server.admin.acl_log() == []
 
 
 def test_no_user_can_do_another_s_work(server: Node, users: dict[Role, Broker]) -> None:
-    service, generator, learner, reader = (users[role] for role in ROLES)
+    service, generator, learner, reader, operator = (users[role] for role in ROLES)
     service.release([prompt(0)], 0)
     (held,) = generator.lease("g1", 1, 0)
-    generator.submit("g1", held.entry_id, group("000000000"))
+    generator.submit("g1", held, group("000000000"))
     (taken,) = learner.take(epoch := learner.begin(0, []), 1, 0)
     groups, state, prompts = generator.keys.groups, generator.keys.state, generator.keys.prompts
     refused: list[Callable[[], object]] = [
@@ -332,6 +337,7 @@ def test_no_user_can_do_another_s_work(server: Node, users: dict[Role, Broker]) 
         lambda: service.begin(0, []),
         lambda: reader.leave("g1"),
         lambda: reader.announce({}),
+        lambda: operator.release([prompt(1)], 1),
     ]
     raw: list[tuple[Broker, tuple[str | int, ...]]] = [
         (generator, ("XDEL", groups, taken.entry_id)),

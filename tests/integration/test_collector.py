@@ -29,7 +29,7 @@ def submit(broker: Broker, version: int, count: int) -> None:
             for r in (0.0, 1.0)
         )
         group = Group(lease.prompt.group_id, tokens, responses, "g", 1.0, 0.0, lease.prompt.released_version)
-        assert broker.submit("g", lease.entry_id, group)
+        assert broker.submit("g", lease, group)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def setup(broker: TwiceBroker) -> int:
         broker.fail("g1", each.entry_id, each.prompt, ERROR)
     release(broker, 1)
     (second,) = lease(broker, 1, "g1")
-    broker.submit("g1", second.entry_id, group(second.prompt.group_id, size=1))  # a group of 2 is configured
+    broker.submit("g1", second, group(second.prompt.group_id, size=1))  # a group of 2 is configured
     broker._client.xadd(broker.keys.groups, {"x": b"\xff"})
     epoch = broker.begin(3, [])
     assert broker.take(epoch, 10, 0) == []
@@ -97,7 +97,7 @@ def test_retry_puts_prompts_back_as_new_and_twice_is_once(broker: TwiceBroker, d
     leases = lease(broker, 2, "g2")
     assert {each.prompt.attempt for each in leases} == {0}
     for each in leases:
-        assert broker.submit("g2", each.entry_id, group(each.prompt.group_id))
+        assert broker.submit("g2", each, group(each.prompt.group_id))
     assert sorted(ids(broker.take(epoch, 9, 0))) == ["000000000", "000000001"]
 
 

@@ -48,7 +48,7 @@ def test_expire_releases_the_same_prompt_again_under_the_current_version(twice: 
     found = again.prompt
     assert (found.group_id, found.text, found.columns) == (group_id, "0 + 1 =", {"answer": "0"})
     assert (found.attempt, found.released_version) == (0, 7)
-    assert twice.submit("g1", again.entry_id, group(group_id, version=7))
+    assert twice.submit("g1", again, group(group_id, version=7))
     (fresh,) = twice.take(epoch, 1, 0)
     twice.step(epoch, 8, [fresh])
     ledger = twice.ledger()
@@ -63,7 +63,7 @@ def test_expire_again_and_again_is_visible_until_the_prompt_ends(twice: TwiceBro
         assert twice.unfinished().expiries == {"000000000": times}
         (each,) = lease(twice, 1)
         assert each.prompt.attempt == 0, "expiring is no failure of the prompt"
-        assert twice.submit("g1", each.entry_id, group("000000000"))
+        assert twice.submit("g1", each, group("000000000"))
     assert "000000000 most often (4 times)" in report(twice)[0]
     taken = twice.take(epoch, 1, 0)
     twice.step(epoch, 1, taken)
@@ -89,12 +89,12 @@ def test_late_result_of_a_lease_from_before_the_expiry_is_a_duplicate(make_confi
     while broker.queues().prompts_leased:
         broker.reclaim()
     (each,) = lease(broker, 1, "fast")
-    assert broker.submit("fast", each.entry_id, group("000000000"))
+    assert broker.submit("fast", each, group("000000000"))
     epoch = broker.begin(0, [])
     broker.expire(epoch, broker.take(epoch, 1, 0))
     (again,) = lease(broker, 1, "fast")
-    assert not broker.submit("slow", old.entry_id, group("000000000"))
-    assert broker.submit("fast", again.entry_id, group("000000000"))
+    assert not broker.submit("slow", old, group("000000000"))
+    assert broker.submit("fast", again, group("000000000"))
     assert (broker.ledger().duplicates, broker.ledger().outstanding, broker.ledger().balanced) == (1, 1, True)
     assert "1 duplicates discarded" in report(broker)[0]
 
@@ -160,7 +160,7 @@ def test_settle_on_step_resume_repeats_nothing(make_config: MakeConfig) -> None:
 def test_begin_gives_unsettled_groups_their_release_versions_back(twice: TwiceBroker) -> None:
     assert twice.release([replace(prompt(i), released_version=3 + i) for i in range(2)], 0) is False  # the second copy
     for each in lease(twice, 2):
-        assert twice.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert twice.submit("g1", each, group(each.prompt.group_id))
     epoch = twice.begin(4, [])
     twice.step(epoch, 5, twice.take(epoch, 2, 0))
     assert twice.outstanding_until([9]) == [0]
@@ -181,7 +181,7 @@ def test_audit_says_where_the_oldest_group_is(twice: TwiceBroker) -> None:
     assert places() == ["queued prompt", None]
     for each in lease(twice, 1):
         assert places() == ["leased by g1", None]
-        assert twice.submit("g1", each.entry_id, group(each.prompt.group_id))
+        assert twice.submit("g1", each, group(each.prompt.group_id))
     assert places() == ["group in the stream", None]
     epoch = twice.begin(0, [])
     taken = twice.take(epoch, 1, 0)
@@ -227,7 +227,7 @@ def test_expiry_leaves_no_trace_of_groups_that_ended(twice: TwiceBroker) -> None
     first, second, third = lease(twice, 3)
     twice.filtered("g1", first.entry_id, "wrong")
     twice.fail("g1", second.entry_id, replace(second.prompt, attempt=2), "bad")
-    twice.submit("g1", third.entry_id, group(third.prompt.group_id))
+    twice.submit("g1", third, group(third.prompt.group_id))
     twice.begin(1, [third.prompt.group_id])
     for key in (twice.keys.expiries, twice.keys.outstanding, twice.keys.unsettled, twice.keys.arrived):
         assert not twice._client.exists(key), key

@@ -93,7 +93,7 @@ def test_prompt_of_a_killed_generator_brings_it_too_and_its_late_word_is_refused
 
 
 def submitted(broker: Broker, held: Lease) -> None:
-    assert broker.submit("g1", held.entry_id, group(held.prompt.group_id))
+    assert broker.submit("g1", held, group(held.prompt.group_id))
 
 
 def filtered(broker: Broker, held: Lease) -> None:

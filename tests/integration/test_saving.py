@@ -242,7 +242,7 @@ def produce(broker: Broker, count: int, stop: threading.Event) -> None:
             counters = {"broker_full_s": broker.pressure.seconds}
             broker.heartbeat(Member("g1", "generator", "draining", counters=counters))
             try:
-                assert broker.submit("g1", lease.entry_id, big(lease.prompt.group_id))
+                assert broker.submit("g1", lease, big(lease.prompt.group_id))
                 break
             except BrokerFullError:
                 if stop.wait(0.05):

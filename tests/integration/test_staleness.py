@@ -82,9 +82,9 @@ class Model:
         self.counts["filtered_wrong"] += 1
         return True
 
-    def submit(self, consumer: str, entry_id: str, group: Group) -> bool:
-        self.held[group.group_id] = self.leased.pop(entry_id)
-        self.arrived.append(Delivery(entry_id, group))
+    def submit(self, consumer: str, lease: Lease, group: Group) -> bool:
+        self.held[group.group_id] = self.leased.pop(lease.entry_id)
+        self.arrived.append(Delivery(lease.entry_id, group))
         return True
 
     def begin(self, version: int, contained: Sequence[str]) -> int:
@@ -176,7 +176,7 @@ class Fleet:
             return
         responses = tuple(self._response(engine, start, n, float(i)) for i, n in enumerate(lengths))
         group = Group(prompt.group_id, prompt.token_ids, responses, name, 1.0, self.now, prompt.released_version)
-        assert self.broker.submit(name, lease.entry_id, group)
+        assert self.broker.submit(name, lease, group)
         for delivery in self.broker.take(self.epoch, GROUPS, 0):
             if expired(delivery.group, self.config, self.version):
                 self._expire([delivery])

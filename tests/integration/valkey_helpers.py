@@ -84,8 +84,9 @@ def node(folder: Path, *options: str, conf: str = "") -> Iterator[Node]:
 
 
 @contextmanager
-def tls_front(context: ssl.SSLContext, port: int, upstream: int) -> Iterator[None]:
-    """What stunnel does: TLS on `port` of 127.0.0.1, plain to `upstream`."""
+def tls_front(context: ssl.SSLContext, port: int, upstream: int, seen: list[str] | None = None) -> Iterator[None]:
+    """What stunnel does: TLS on `port` of 127.0.0.1, plain to `upstream`. With `seen`, to which it adds what each
+    caller spoke, it lets plain callers through too: servers talk to each other there."""
     with socket.create_server(("127.0.0.1", port)) as listener:
         listening = True
 
@@ -93,7 +94,7 @@ def tls_front(context: ssl.SSLContext, port: int, upstream: int) -> Iterator[Non
             while listening:
                 with contextlib.suppress(OSError):
                     raw, _ = listener.accept()
-                    threading.Thread(target=_carry, args=(context, raw, upstream), daemon=True).start()
+                    threading.Thread(target=_answer, args=(context, raw, upstream, seen), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
         yield
@@ -101,10 +102,17 @@ def tls_front(context: ssl.SSLContext, port: int, upstream: int) -> Iterator[Non
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def _carry(context: ssl.SSLContext, raw: socket.socket, upstream: int) -> None:
+def _answer(context: ssl.SSLContext, raw: socket.socket, upstream: int, seen: list[str] | None) -> None:
+    with contextlib.suppress(OSError):
+        plain = seen is not None and raw.recv(1, socket.MSG_PEEK) != b"\x16"  # a TLS handshake record
+        if seen is not None:
+            seen.append("plain" if plain else "tls")
+        with raw if plain else context.wrap_socket(raw, server_side=True) as outer:
+            _carry(outer, upstream)
+
+
+def _carry(outer: socket.socket, upstream: int) -> None:
     with (
-        contextlib.suppress(OSError),
-        context.wrap_socket(raw, server_side=True) as outer,
         socket.create_connection(("127.0.0.1", upstream)) as inner,
         selectors.DefaultSelector() as selector,
     ):
@@ -115,7 +123,7 @@ def _carry(context: ssl.SSLContext, raw: socket.socket, upstream: int) -> None:
                 source, sink = key.fileobj, key.data
                 assert isinstance(source, socket.socket)
                 data = source.recv(1 << 16)
-                while source is outer and outer.pending():
+                while isinstance(source, ssl.SSLSocket) and source.pending():
                     data += source.recv(1 << 16)
                 if not data:
                     return

@@ -81,6 +81,6 @@ def test_secret_has_another_password_for_every_role_and_every_time() -> None:
     first, second = (yaml.safe_load(run("secret", "my-run-redis")) for _ in range(2))
     passwords = [*first["stringData"].values(), *second["stringData"].values()]
     assert first["metadata"]["name"] == "my-run-redis"
-    assert list(first["stringData"]) == ["broker", "generator", "learner", "reader", "admin"]
-    assert len(set(passwords)) == 10
+    assert list(first["stringData"]) == ["broker", "generator", "learner", "reader", "operator", "admin"]
+    assert len(set(passwords)) == 12
     assert min(map(len, passwords)) >= 43

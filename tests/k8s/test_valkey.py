@@ -14,7 +14,7 @@ from redis.retry import Retry
 from broker.server import find_binary
 from tests.k8s.manifests import combination, of_kind
 
-ROLES = ("broker", "generator", "learner", "reader", "admin")
+ROLES = ("broker", "generator", "learner", "reader", "operator", "admin")
 
 
 def files(folder: Path) -> Path:
