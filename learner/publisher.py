@@ -242,6 +242,7 @@ class WeightPublisher:
 
     def _rest(self) -> None:
         """Until there is something to publish, or it is time to look for newcomers."""
+        self._marks.clear()
         with self._condition:
             self._resting = True
             self._condition.notify_all()
