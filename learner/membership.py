@@ -199,8 +199,8 @@ class Membership:
         return self._enter(Step.FORM)
 
     def _form_ahead(self) -> Step:
-        """Everybody holds the version. Where the next one would need another group, form that now, while nobody waits for
-        it; once for the same members, so that one who cannot come costs this once."""
+        """Everybody holds the version. Where the next one would need another group, form that now, while nobody waits
+        for it; once for the same members, so that one who cannot come costs this once."""
         ready = {who[0]: who for who in sorted(self._living) if self._holds.get(who) == self.version}
         if not ready or ready in (self.members, self._tried):
             return Step.REST
