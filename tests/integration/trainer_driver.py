@@ -110,7 +110,8 @@ def values(critic: Critic, pack: Packed) -> torch.Tensor:
 def save(trainer: Trainer, root: Path, version: int) -> None:
     copy = trainer.capture()
     if copy is not None:
-        state = State(version, dist.get_world_size(), (), steps=copy.steps)
+        adapter = None if trainer.adapter is None else asdict(trainer.adapter)
+        state = State(version, dist.get_world_size(), (), steps=copy.steps, adapter=adapter)
         checkpoint.save(root, state, copy.write, keep=2)
     dist.barrier()
 
