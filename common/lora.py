@@ -9,11 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from common.errors import WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A layer's factors are named as its weight is, with these in place of "weight".
 A, B = "lora_A.weight", "lora_B.weight"

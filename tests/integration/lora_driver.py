@@ -66,7 +66,7 @@ def with_adapter(model: str, stage: int, tokens: int, out: Path, given: Path) ->
     np.savez(
         out.with_suffix(f".rank{dist.get_rank()}.npz"),
         loaded=torch.cat(every).sort().values.numpy(),
-        **{f"whole/{name}": tensor.numpy() for name, tensor in whole.items()},
+        **{f"whole/{name}": tensor.float().numpy() for name, tensor in whole.items()},
     )
     record["grad_norm"] = [each.grad_norm for each in (*results, result)]
     record["kl"] = [each.metrics.kl_reference for each in (*results, result)]
