@@ -6,10 +6,9 @@ a new one, fences the older ones and delivers again whatever the restored weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import redis
@@ -186,13 +185,13 @@ class GroupQueue(Link):
         entries = [(entry_id.decode(), fields or {}) for entry_id, fields in found]
         self._newest_taken = (epoch, entries[-1][0])
         ids = [fields.get(b"g", b"") for _, fields in entries]
-        origins: Iterable[int] = repeat(_LEASED)
+        origins = [_LEASED] * len(ids)
         if not all_leased:
             arrived = self._call(lambda: self._client.hmget(k.arrived, ids))
             origins = [_origin(entry_id, came) for (entry_id, _), came in zip(entries, arrived, strict=True)]
         return [
             (entry_id, group_id.decode(errors="replace"), fields.get(b"p", b""), origin)
-            for (entry_id, fields), group_id, origin in zip(entries, ids, origins, strict=False)
+            for (entry_id, fields), group_id, origin in zip(entries, ids, origins, strict=True)
         ]
 
     def _check_version(self, epoch: int) -> None:

@@ -9,14 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import WireError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # A layer's factors are named as its weight is, with these in place of "weight".
 A, B = "lora_A.weight", "lora_B.weight"
@@ -36,18 +32,18 @@ class Adapter:
     base: int
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale * B A, float32 (arXiv 2106.09685, Eq. 3): (out, in) + (out, rank) (rank, in)."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
-def pairs(factors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def pairs(factors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B by the name of the weight they belong to.
 
     Raises:
         WireError: a name is no factor's, a factor comes alone, or A and B are of different rank.
     """
-    out: dict[str, tuple[Tensor, Tensor]] = {}
+    out: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name in factors:
         layer, _, kind = name.rpartition("lora_")
         a, b = factors.get(f"{layer}{A}"), factors.get(f"{layer}{B}")
@@ -61,7 +57,7 @@ def pairs(factors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return out
 
 
-def base_checksum(weights: Iterable[tuple[str, Tensor]]) -> int:
+def base_checksum(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Sum, mod 2^32, of a CRC-32 of every weight's name, shape and first elements, the latter rounded to bfloat16.
 
     Tells models apart, not every bit: that a generator loaded another model than the learner did, or an adapter is

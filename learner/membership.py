@@ -100,8 +100,7 @@ class Membership:
         self._corrupt: set[Identity] = set()  # sent again at once, for the first time
         self._blameless, self._ever_loaded = 0, False
         self._owed: set[Identity] | None = set()  # who has to get it before the next one; None: not looked yet
-        self._ahead = False  # the group is formed for the next version
-        self._tried: dict[str, Identity] = {}  # the members it was last tried with
+        self._tried: dict[str, Identity] = {}  # the members a group was last formed with ahead of the next version
 
     # --- what happened
 
@@ -165,8 +164,8 @@ class Membership:
             self._lose(set(), "a newer version waits")
             return self.step()
         if self._link_done if self._doing not in _ANSWERS else not self._awaited:
-            if self._ahead and self._doing is Step.CONNECT:
-                self._doing = Step.REST
+            if self._doing is Step.CONNECT and self._nobody_lacks():
+                self._doing = Step.REST  # the group is for the next version
                 return Step.REST
             return self._enter(_NEXT[self._doing])
         if self._clock() > self._deadline:
@@ -192,7 +191,6 @@ class Membership:
         if self._blameless >= _BLAMELESS:
             lacking = dict([min(lacking.items())])
         self.count.attempts += 1
-        self._ahead = False
         if lacking == self.members:
             return self._enter(Step.UPDATE)
         self.epoch, self.members = self.epoch + 1, lacking
@@ -201,10 +199,10 @@ class Membership:
     def _form_ahead(self) -> Step:
         """Everybody holds the version. Where the next one would need another group, form that now, while nobody waits
         for it; once for the same members, so that one who cannot come costs this once."""
-        ready = {who[0]: who for who in sorted(self._living) if self._holds.get(who) == self.version}
+        ready = {who[0]: who for who in sorted(self._living) if self._has(who)}
         if not ready or ready in (self.members, self._tried):
             return Step.REST
-        self._ahead, self._tried = True, ready
+        self._tried = ready
         self.epoch, self.members = self.epoch + 1, ready
         return self._enter(Step.FORM)
 
@@ -217,6 +215,13 @@ class Membership:
         self._deadline = self._clock() + self.timeout_s
         return step
 
+    def _has(self, who: Identity) -> bool:
+        return self._holds.get(who) == self.version
+
+    def _nobody_lacks(self) -> bool:
+        """Everybody in the group holds the version."""
+        return all(map(self._has, self.members.values()))
+
     def _lacking(self) -> dict[str, Identity]:
         """Living generators that do not hold the version and are not left out now, in order of their ids."""
         if self.version < 0:
@@ -225,7 +230,7 @@ class Membership:
         return {
             who[0]: who
             for who in sorted(self._living)
-            if self._holds.get(who) != self.version and self._left_out.get(who, (0, 0.0))[1] <= now
+            if not self._has(who) and self._left_out.get(who, (0, 0.0))[1] <= now
         }
 
     def _lose(self, guilty: set[str], reason: str, blameless: bool = False) -> None:

@@ -1,5 +1,6 @@
 #!lua
--- A generator hands in the group of a lease: it enters the stream of groups and the lease closes, in one step.
+-- A generator hands in the group of a lease: it enters the stream of groups and the lease closes, in one step. Refused at
+-- the memory limit, which producers wait with (`broker.link.GROWING`).
 -- Every call from here costs 3 us and more, which is why what the lease brought comes back as arguments, and why no mark
 -- of its end is kept (see close): `arrived` tells it, as long as the group is in the stream.
 -- KEYS  1 prompts  2 groups  3 ledger  4 closed  5 arrived  6 outstanding  7 expiries  8 contained  9 partial
@@ -32,7 +33,7 @@ end
 redis.call('XDEL', KEYS[1], entry_id)
 redis.call('HINCRBY', KEYS[3], 'submitted', 1)
 
-if redis.call('EXISTS', KEYS[8], KEYS[9]) > 0 then  -- one call for what both are rare
+if redis.call('EXISTS', KEYS[8], KEYS[9]) > 0 then  -- both are rare: one call asks for the two
   redis.call('HDEL', KEYS[9], group_id)
   if redis.call('ZREM', KEYS[8], group_id) == 1 then
     -- The weights contain it since before this server lost its first submission.

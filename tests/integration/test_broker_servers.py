@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -129,6 +129,8 @@ def test_url_of_the_environment_is_checked_as_the_configured_one(on: On, monkeyp
 
 # -- Sentinel
 
+REPLICATED = (*DATA, "--repl-diskless-sync-delay", "0")
+
 
 def _offset(server: Node) -> int:
     """How far its replication is; -1 for a replica that is not connected."""
@@ -136,23 +138,32 @@ def _offset(server: Node) -> int:
     return -1 if info.get("master_link_status") == "down" else int(info["master_repl_offset"])
 
 
+def _sentinel(folder: Path, port: int) -> AbstractContextManager[Node]:
+    """A sentinel that is quick to replace the server at `port`."""
+    conf = (
+        f"sentinel monitor run 127.0.0.1 {port} 1\nsentinel down-after-milliseconds run 300\n"
+        "sentinel failover-timeout run 2000\n"
+    )
+    return node(folder, "--sentinel", conf=conf)
+
+
+def _submit_two_to_both(broker: Broker, watcher: Node, first: Node, second: Node) -> None:
+    """Two groups that the replica has, too, which the sentinel knows."""
+    submit(broker, 2)
+    until(lambda: watcher.admin.sentinel_master("run")["num-slaves"] == 1)
+    until(lambda: _offset(second) == _offset(first))
+
+
 def test_sentinel_failover_keeps_the_run(tmp_path: Path, on: On) -> None:
-    fast = ("--repl-diskless-sync-delay", "0")
-    with node(tmp_path / "a", *DATA, *fast) as first, node(tmp_path / "b", *DATA, *fast) as second:
+    with node(tmp_path / "a", *REPLICATED) as first, node(tmp_path / "b", *REPLICATED) as second:
         second.admin.replicaof("127.0.0.1", first.port)
-        conf = (
-            f"sentinel monitor run 127.0.0.1 {first.port} 1\nsentinel down-after-milliseconds run 300\n"
-            "sentinel failover-timeout run 2000\n"
-        )
-        with node(tmp_path / "s", "--sentinel", conf=conf) as watcher:
+        with _sentinel(tmp_path / "s", first.port) as watcher:
             with pytest.raises(ConfigError, match=r"a Sentinel answers there; use redis\+sentinel://"):
                 Broker.connect(on(url=watcher.url))
             hosts = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{watcher.port}"]  # the first sentinel is gone
             broker = Broker.connect(on(sentinel={"hosts": hosts, "service": "run"}))
             flow(broker)
-            submit(broker, 2)
-            until(lambda: watcher.admin.sentinel_master("run")["num-slaves"] == 1)
-            until(lambda: _offset(second) == _offset(first))
+            _submit_two_to_both(broker, watcher, first, second)
             first.kill()
             assert ids(broker.take(broker.begin(1, []), 4, 0)) == ["000000004", "000000005"]
             assert second.admin.role()[0] == b"master"
@@ -214,29 +225,22 @@ def test_tls_with_client_certificates(cluster: Node, certificates: Path, on: On)
 
 
 def test_sentinel_failover_with_tls_on_every_hop(tmp_path: Path, certificates: Path, on: On) -> None:
-    fast = ("--repl-diskless-sync-delay", "0")
     context, ports = _demanding(certificates), [free_port() for _ in range(3)]
     spoken: tuple[list[str], list[str]] = ([], [])
     with ExitStack() as stack:
-        first = stack.enter_context(node(tmp_path / "a", *DATA, *fast))
-        second = stack.enter_context(node(tmp_path / "b", *DATA, *fast, "--replica-announce-port", str(ports[1])))
+        first = stack.enter_context(node(tmp_path / "a", *REPLICATED))
+        second = stack.enter_context(node(tmp_path / "b", *REPLICATED, "--replica-announce-port", str(ports[1])))
         for server, port, seen in zip((first, second), ports, spoken, strict=False):
             stack.enter_context(tls_front(context, port, server.port, seen))
         second.admin.replicaof("127.0.0.1", ports[0])
-        conf = (
-            f"sentinel monitor run 127.0.0.1 {ports[0]} 1\nsentinel down-after-milliseconds run 300\n"
-            "sentinel failover-timeout run 2000\n"
-        )
-        with node(tmp_path / "s", "--sentinel", conf=conf) as watcher:
+        with _sentinel(tmp_path / "s", ports[0]) as watcher:
             stack.enter_context(tls_front(context, ports[2], watcher.port))
             url = f"rediss+sentinel://127.0.0.1:{ports[2]}/run"
             with pytest.raises(ConfigError, match="no Redis or Valkey"):  # nobody the sentinel knows
                 Broker.connect(on(url=url, tls={"ca_file": _tls(certificates)["ca_file"]}))
             broker = Broker.connect(on(url=url, tls=_tls(certificates)))
             flow(broker)
-            submit(broker, 2)
-            until(lambda: watcher.admin.sentinel_master("run")["num-slaves"] == 1)
-            until(lambda: _offset(second) == _offset(first))
+            _submit_two_to_both(broker, watcher, first, second)
             assert "tls" in spoken[0] and "tls" not in spoken[1]
             first.kill()
             assert ids(broker.take(broker.begin(1, []), 4, 0)) == ["000000004", "000000005"]

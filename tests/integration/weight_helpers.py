@@ -19,7 +19,7 @@ Flaw = Literal["deaf", "dies", "mute", "damaged", "always damaged"]
 
 
 class PlainGenerator:
-    """Receives weights as a generator does and keeps them in `weights`, per version.
+    """Receives weights as a generator does and keeps them in `weights`, per version; `updates`: what it was sent.
 
     `flaw`: "deaf" never answers a Form; "dies" vanishes when it should receive; "mute" never says that it has loaded;
     "damaged" finds other bytes than were sent, the first time; "always damaged" every time.
@@ -29,6 +29,7 @@ class PlainGenerator:
         self.broker, self.id, self.flaw = broker, generator_id, flaw
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.forms: list[Form] = []
+        self.updates: list[Update] = []
         self.loaded = threading.Condition()
         self.done = threading.Event()
         self._state: Literal["syncing", "serving"] = "syncing"
@@ -77,6 +78,7 @@ class PlainGenerator:
                     receive = StagedReceive(control.host, control.port, rank, control.world_size, control.timeout_s)
                     self._say("formed", epoch, -1)
                 elif isinstance(control, Update) and control.epoch == epoch and receive is not None:
+                    self.updates.append(control)
                     self._say("receiving", epoch, control.version)
                     if self.flaw == "dies":
                         self.done.set()
