@@ -1,17 +1,18 @@
 """What a kubelet does with the rendered pods: volumes, variables, the container's command, probes, the end.
 
-Commands, arguments, paths, ports and probes are those of the manifests, unchanged: `tests.k8s.sandbox` gives each pod an
-address and a root of its own, so that nothing has to be rewritten. What stands for something else:
+Commands, arguments, paths, ports and probes are those of the manifests, unchanged: `tests.k8s.sandbox` gives each pod
+an address and a root of its own, so that nothing has to be rewritten. What stands for something else:
 
 - images: this environment, with the packages of this working tree laid over it, at /opt/headrace, and the variables of
   `k8s/images/Dockerfile.cpu`; for Valkey the server of this environment and, since that comes without `valkey-cli`, one
   that knows the options the probes use and refuses others. So that an image holds all this is not shown here.
 - DNS: /etc/hosts, written when a pod starts. A Service has to name the port its container listens on.
 - claims: folders, made empty; the caller fills those that the release only refers to.
-- the clock of probes: `until` asks twice a second; the patience is the probe's own, in seconds.
+- the clock of probes: `until` asks twice a second; its patience is the probe's own in seconds, for readiness a minute.
 
-Not there: what schedules (`_UNMAPPED`), limits of CPU and memory, seccomp, network policies, restarts. A field of a pod,
-container, volume or probe that is neither mapped nor named here is an error, so that nothing is left out unnoticed.
+Not there: what schedules (`_UNMAPPED`), limits of CPU and memory, seccomp, network policies, restarts. A field of a
+pod, container, volume or probe that is neither mapped nor named here is an error, so that nothing is left out
+unnoticed; preStop hooks and initContainers, for instance, which the chart does not have.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,10 +103,11 @@ class Pod:
         self.log = self.folder / "log"
         self._volumes = {volume["name"]: volume for volume in self._spec["volumes"]}
         for claim in owner["spec"].get("volumeClaimTemplates", ()):
-            title_ = claim["metadata"]["name"]
-            self._volumes[title_] = {"persistentVolumeClaim": {"claimName": f"{title_}-{self.name}"}}
+            volume = claim["metadata"]["name"]
+            self._volumes[volume] = {"persistentVolumeClaim": {"claimName": f"{volume}-{self.name}"}}
         self._shared = bool(self._spec.get("shareProcessNamespace"))
-        self._sandbox = Namespaces("--net", "--uts", "--ipc", *(["--pid", "--fork", "--kill-child"] if self._shared else []))
+        processes = ["--pid", "--fork", "--kill-child"] if self._shared else []
+        self._sandbox = Namespaces("--net", "--uts", "--ipc", *processes)
         self.address = connect(cluster.node, self._sandbox, self.name, len(cluster.pods) + 2)
         self._container: Container | None = None
 
@@ -130,7 +132,8 @@ class Pod:
             self._sandbox, self.folder, self._cluster.image(self._wanted["image"]), mounts, variables, etc, user, group,
             read_only=True, shared=self._shared,
         )  # fmt: skip
-        self._container.start(self.expanded([*self._wanted["command"], *self._wanted.get("args", ())], variables), self.log)
+        words = [*self._wanted["command"], *self._wanted.get("args", ())]
+        self._container.start(self.expanded(words, variables), self.log)
 
     def _environment(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -160,7 +163,8 @@ class Pod:
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]
             _only("claim", claim, {"claimName", "readOnly"})
-            return Mount(path, self._cluster.claim(claim["claimName"], group), read_only or claim.get("readOnly", False))
+            read_only = read_only or claim.get("readOnly", False)
+            return Mount(path, self._cluster.claim(claim["claimName"], group), read_only)
         if "emptyDir" in volume:
             _only("emptyDir", volume["emptyDir"], {"medium", "sizeLimit"})
             if volume["emptyDir"].get("medium") == "Memory":
@@ -196,7 +200,10 @@ class Pod:
         timeout_s = float(wanted.get("timeoutSeconds", 1))
         if "exec" in wanted:
             assert self._container is not None
-            done = self._container.run(wanted["exec"]["command"], timeout_s)
+            try:
+                done = self._container.run(wanted["exec"]["command"], timeout_s)
+            except subprocess.TimeoutExpired:
+                return Answer(False, f"no answer in {timeout_s} s")
             return Answer(done.returncode == 0, done.stdout + done.stderr)
         if "tcpSocket" in wanted:
             return self._cluster.node.call(lambda: _connects(self.address, self._port(wanted["tcpSocket"]), timeout_s))
@@ -247,8 +254,8 @@ class Pod:
     # --- ending
 
     def delete(self) -> None:
-        """SIGTERM, as when the pod is deleted: the chart has no preStop hooks."""
-        assert "lifecycle" not in self._wanted and self._container is not None
+        """SIGTERM, as when the pod is deleted; a preStop hook would be a field that nobody here knows."""
+        assert self._container is not None
         os.kill(self._container.pid, signal.SIGTERM)
 
     def ended(self, within_s: float | None = None) -> int:
@@ -256,9 +263,7 @@ class Pod:
         assert self._container is not None and self._container.process is not None
         try:
             return self._container.process.wait(within_s or self.grace_s)
-        except TimeoutError:
-            raise
-        except Exception:
+        except subprocess.TimeoutExpired:
             raise PodFailed(f"{self.name} goes on after {within_s or self.grace_s} s:\n{self.tail()}") from None
 
     def close(self) -> None:
@@ -281,10 +286,13 @@ class Cluster:
         self._images = {name: make(folder / name) for name, make in (("headrace", _headrace), ("valkey", _valkey))}
         self.node = Node()
         self.pods: list[Pod] = []
-        for kind in ("StatefulSet", "Deployment"):
-            for owner in of_kind(manifests, kind):
+        try:
+            for owner in (*of_kind(manifests, "StatefulSet"), *of_kind(manifests, "Deployment")):
                 for number in range(owner["spec"]["replicas"]):
                     self.pods.append(Pod(self, owner, number))
+        except BaseException:
+            self.close()
+            raise
 
     def of(self, component: str) -> list[Pod]:
         return [pod for pod in self.pods if pod.labels["app.kubernetes.io/component"] == component]
@@ -315,15 +323,6 @@ class Cluster:
         for pod in self.pods:
             pod.close()
         self.node.close()
-
-
-@contextmanager
-def cluster(manifests: tuple[Manifest, ...], folder: Path) -> Iterator[Cluster]:
-    made = Cluster(manifests, folder)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def _get(address: str, port: int, path: str, timeout_s: float) -> Answer:

@@ -2,11 +2,11 @@
 
 A pod's sandbox holds its network (a veth pair to the node's bridge), its host name and, where the pod shares it, its
 process namespace, whose process 1 does nothing but reap. A container is a process in there with a root of its own: a
-read-only one of this machine's /usr and of what stands for the image, on which the volumes are mounted at the very paths
-of the manifest. It runs as the user the manifest says, without capabilities and without a way to new ones.
+read-only one of this machine's /usr and of what stands for the image, on which the volumes are mounted at the very
+paths of the manifest. It runs as the user the manifest says, without capabilities and without a way to new ones.
 
-Nothing touches the machine's own network or mounts. Everything ends with this process: the sandboxes wait on a pipe, and
-containers die with their parent. Needs root, `unshare`, `nsenter`, `setpriv` and `ip` (util-linux, iproute2).
+Nothing touches the machine's own network or mounts. Everything ends with this process: the sandboxes wait on a pipe,
+and containers die with their parent. Needs root, `unshare`, `nsenter`, `setpriv` and `ip` (util-linux, iproute2).
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Container:
         root = self.folder / "root"
         root.mkdir()
         script, made = self.folder / "start.sh", self.folder / "made"
-        script.write_text("\n".join(["set -eu", *self._root(root), f": > {made}", f"exec chroot {root} {self._as_user(command)}", ""]))
+        last = [f": > {made}", f"exec chroot {root} {self._as_user(command)}", ""]
+        script.write_text("\n".join(["set -eu", *self._root(root), *last]))
         spaces = ["--net", "--uts", "--ipc", *(["--pid"] if self.shared else [])]
         own = ["--mount", *([] if self.shared else ["--pid", "--fork", "--kill-child"])]
         entry = ["nsenter", "-t", str(self.sandbox.pid), *spaces, "--", "unshare", *own, "--", "sh", str(script)]
@@ -200,7 +201,8 @@ class Container:
         default = [] if "/dev/shm" in paths else [Mount("/dev/shm", None)]
         for mount in sorted([*self.mounts, *default], key=lambda mount: mount.path):
             if mount.source is None:
-                lines += [f"mkdir -p .{mount.path}", f"mount -t tmpfs -o mode=1777,size={mount.size} memory .{mount.path}"]
+                memory = f"mount -t tmpfs -o mode=1777,size={mount.size} memory .{mount.path}"
+                lines += [f"mkdir -p .{mount.path}", memory]
             else:
                 lines += _bind(str(mount.source), mount.path, mount.read_only)
         return [*lines, "mount -o remount,bind,ro ." if self.read_only else "", "cd /"]

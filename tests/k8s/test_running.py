@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from k8s import chart
 from tests.k8s import sandbox
 from tests.k8s.manifests import COMBINATIONS, Manifest, of_kind, parse, pod_templates
-from tests.k8s.pods import ROOT, Cluster, Pod
+from tests.k8s.pods import ROOT, Cluster, Pod, PodFailed
 
 pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing())
 STEPS = 30
@@ -77,7 +76,6 @@ def metrics(coordinator: Pod) -> dict[str, float]:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_rendered_pods_train_and_their_probes_say_what_they_do(run: Callable[..., Cluster]) -> None:
-    started = time.monotonic()
     here = run(release())
     (valkey,), (coordinator,), (learner,) = here.of("valkey"), here.of("coordinator"), here.of("learner")
     first, second = here.of("generator")
@@ -123,7 +121,6 @@ def test_rendered_pods_train_and_their_probes_say_what_they_do(run: Callable[...
     assert "gone: groups=" in first.tail()
     while learner.code() is None:
         seen.append(metrics(coordinator) or seen[-1])
-        second.lives() if learner.code() is None and coordinator.code() is None else None
         time.sleep(0.2)
     assert learner.code() == 0, learner.tail()
     assert (coordinator.ended(), second.ended()) == (0, 0), coordinator.tail() + second.tail()
@@ -134,4 +131,49 @@ def test_rendered_pods_train_and_their_probes_say_what_they_do(run: Callable[...
     assert state.stat().st_uid == 10001
     valkey.delete()
     assert valkey.ended() == 0
-    print(f"{time.monotonic() - started:.0f} s")
+
+
+# --- what such a test is worth: each fault planted in the manifests is seen
+
+
+def container(manifests: tuple[Manifest, ...], ending: str) -> Manifest:
+    (owner,) = [each for each in manifests if pod_templates(each) and each["metadata"]["name"].endswith(ending)]
+    found: Manifest = pod_templates(owner)[0]["spec"]["containers"][0]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("component", ["coordinator", "learner", "generator"])
+def test_command_with_an_option_it_does_not_have_ends_with_2(run: Callable[..., Cluster], component: str) -> None:
+    manifests = release()
+    container(manifests, component)["command"].append("--nodes=2")
+    pod = run(manifests).of(component)[0]
+    pod.start()
+    with pytest.raises(PodFailed, match=r"ended with 2:[^$]*No such option"):
+        pod.until("startup")
+
+
+@pytest.mark.long
+def test_password_that_is_missing_or_of_another_role_is_refused(run: Callable[..., Cluster]) -> None:
+    manifests = release()
+    (secret,) = of_kind(manifests, "Secret")
+    here = run(manifests)
+    (valkey,), (coordinator,), (learner,) = here.of("valkey"), here.of("coordinator"), here.of("learner")
+    valkey.start()
+    valkey.until("startup")
+    secret["stringData"]["broker"] = secret["stringData"]["generator"]
+    coordinator.start()
+    with pytest.raises(PodFailed, match="user headrace-broker: the password was refused"):
+        coordinator.until("startup")
+    del secret["stringData"]["learner"]
+    with pytest.raises(KeyError, match="learner"):
+        learner.start()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("place", "value"), [("lifecycle", {"preStop": {}}), ("envFrom", []), ("workingDir", "/")])
+def test_field_that_nobody_would_act_on_is_an_error(run: Callable[..., Cluster], place: str, value: object) -> None:
+    manifests = release()
+    container(manifests, "generator")[place] = value
+    with pytest.raises(AssertionError, match=f"nobody here knows .'{place}'"):
+        run(manifests)
