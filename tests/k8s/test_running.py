@@ -116,7 +116,8 @@ def test_rendered_pods_train_and_their_probes_say_what_they_do(run: Callable[...
         seen.append(metrics(coordinator))
     assert seen[-1]["headrace_policy_version"] < STEPS, "the run was over before a generator was taken away"
     first.delete()
-    first.until("readiness", False)
+    while first.probe("readiness").ok:
+        time.sleep(0.05)
     assert first.ended() == 0, first.tail()
     assert "gone: groups=" in first.tail()
     while learner.code() is None:
