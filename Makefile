@@ -88,8 +88,9 @@ $(K8S_VENV)/.stamp: requirements/k8s-lint.txt
 	$(K8S_VENV)/bin/pip install --disable-pip-version-check -q --no-deps -r requirements/k8s-lint.txt
 	touch $@
 
-k8s-test: $(STAMP) $(K8S_VENV)/.stamp ## Chart, Kustomize base, images: schemas, equality, security
+k8s-test: $(STAMP) $(K8S_VENV)/.stamp ## Chart, Kustomize base, images: schemas, equality, security; the pods of a small run, run (5 minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/k8s tests/unit/test_autoscale.py
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m long tests/k8s
 	$(BIN)/python -m tests.k8s.lint $(K8S_VENV)/bin
 
 k8s-generate: $(STAMP) ## Write the Kustomize base and the ACL file from the chart and the code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration.conftest import tiny_model as tiny_model
 from tests.k8s.manifests import COMBINATIONS
 
 
