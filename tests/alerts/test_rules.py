@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import typer
 from common.cli import app
 from common.config import Config
 
+from k8s import dashboards
 from tests.alerts.cases import CASES
 from tests.alerts.rules import ROOT, RULES, alerts, exported, problems
 
@@ -31,6 +33,31 @@ def test_alert_asks_for_what_is_exposed_and_says_what_to_do(name: str) -> None:
 def test_every_alert_is_tested_and_every_run_book_is_of_an_alert() -> None:
     assert set(CASES) == set(alerts())
     assert set(re.findall(r"^## (Headrace\w+)$", RUNBOOKS.read_text(), re.MULTILINE)) == set(alerts())
+
+
+@pytest.mark.parametrize("board", dashboards.BOARDS)
+def test_panels_ask_for_what_is_exposed_in_the_chosen_run(board: str) -> None:
+    tree = json.loads(dashboards.board(board))
+    assert [each["name"] for each in tree["templating"]["list"]] == ["datasource", "run"]
+    queries = [target["expr"] for panel in tree["panels"] for target in panel.get("targets", [])]
+    assert queries
+    for query in queries:
+        assert list(problems(query)) == [], query
+        assert len(re.findall(r"\bheadrace_\w+", query)) == query.count('{run="$run"'), query
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("headrace_policy_versions{}", "headrace_policy_versions is not in common/catalogue.py"),
+        ('headrace_members{stat="serving"}', "headrace_members has no label stat"),
+        ("rate(headrace_policy_version[5m])", "rate of headrace_policy_version, a gauge"),
+        ("headrace_groups_trained_total > 5", "headrace_groups_trained_total is a counter without rate or increase"),
+        ("headrace_groups_trained", "headrace_groups_trained is not in common/catalogue.py"),
+    ],
+)
+def test_query_of_something_else_is_found(query: str, problem: str) -> None:
+    assert list(problems(query)) == [problem]
 
 
 def test_every_selector_can_be_narrowed_to_a_run() -> None:
