@@ -153,7 +153,7 @@ RUN: tuple[Metric, ...] = (
     _counter("headrace_groups_settled_total", "trained groups that a durable copy of the weights contains"),
     _counter("headrace_groups_expired_total", "groups that got too old as a whole; their prompts are sampled again"),
     _gauge("headrace_groups_dead", "prompts and groups that were given up, less those that were put back"),
-    _gauge("headrace_dead_letters", "of those, what is kept to look at or to put back, and entries that no release produced"),
+    _gauge("headrace_dead_letters", "what is kept of those, and of entries that no release produced"),
     _counter("headrace_late_results_total", "results of leases that had been taken over, discarded"),
     _gauge("headrace_conservation_error", "released less everything accounted for; other than 0 is a bug"),
     _gauge("headrace_groups_outstanding", "released groups that have not ended, by where they are", "state"),

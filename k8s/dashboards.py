@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT = 8, 7  # of Grafana's 24 columns, and in its rows
 
 @dataclass(frozen=True)
 class Panel:
-    """`unit` is Grafana's name of one; `curves`: legend -> query, where `{{label}}` in a legend is the series' label."""
+    """`unit` is Grafana's name of one; `curves`: legend -> query; `{{label}}` in a legend is the series' label."""
 
     title: str
     unit: str
@@ -105,11 +105,13 @@ FLEET: dict[str, list[Panel]] = {
             "{{phase}}": "max by (phase) (avg_over_time(headrace_learner_phase{}[$__rate_interval]))",
         }),
         Panel("A step", "s", _record({
-            "whole": "step_seconds", "waiting": "wait_seconds", "training": "train_seconds", "handing over": "publish_seconds",
+            "whole": "step_seconds", "waiting": "wait_seconds", "training": "train_seconds",
+            "handing over": "publish_seconds",
         })),
         Panel("Tokens trained", "short", {
             "per second": "max(headrace_learner_tokens_per_second{})",
-            "{{staleness}} versions old": "sum by (staleness) (rate(headrace_learner_trained_tokens_total{}[$__rate_interval]))",
+            "{{staleness}} versions old":
+                "sum by (staleness) (rate(headrace_learner_trained_tokens_total{}[$__rate_interval]))",
         }),
         Panel("Weights", "s", {"{{part}}": "max by (part) (headrace_weights_seconds{})"}),
         Panel("Delivered to", "short", {
@@ -118,13 +120,15 @@ FLEET: dict[str, list[Panel]] = {
         }),
         Panel("Since the last checkpoint or snapshot", "s", {"seconds": "min(headrace_checkpoint_age_seconds{})"}),
     ],
-}
+}  # fmt: skip
 
 TRAINING: dict[str, list[Panel]] = {
     "Does it learn?": [
         Panel("Accuracy", "percentunit", _record({"all sampled": "sampled_accuracy", "batch": "raw_accuracy"})),
         Panel("Reward", "short", _record({"mean": "reward_mean", "before punishment": "raw_reward_mean"})),
-        Panel("Length of answers", "short", _record({"mean": "response_length_mean", "longest": "response_length_max"})),
+        Panel("Length of answers", "short", _record({
+            "mean": "response_length_mean", "longest": "response_length_max",
+        })),
         Panel("Entropy", "short", _record({"nats a token": "entropy"})),
         Panel("Probability of a sampled token", "percentunit", _record({"mean": "probability"})),
         Panel("Answers and groups that teach less", "percentunit", _record({

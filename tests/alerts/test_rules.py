@@ -12,7 +12,6 @@ import typer
 
 from common.cli import app
 from common.config import Config
-
 from k8s import dashboards
 from tests.alerts.cases import CASES
 from tests.alerts.rules import ROOT, RULES, alerts, exported, problems

@@ -1,6 +1,6 @@
-"""A real run (vLLM and DeepSpeed on the tiny model) and a real Prometheus that scrapes it: every panel shows numbers, and
-alerts fire for what is done to the run. Prometheus is not installed with Headrace: Debian has it in the package of that
-name; HEADRACE_PROMETHEUS may name it where it is not on the PATH."""
+"""A real run (vLLM and DeepSpeed on the tiny model) and a real Prometheus that scrapes it: every panel shows numbers,
+and alerts fire for what is done to the run. Prometheus is not installed with Headrace: Debian has it in the package of
+that name; HEADRACE_PROMETHEUS may name it where it is not on the PATH."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ pytestmark = [
 ]
 PATIENCE_S = 240.0
 # The run has neither critic nor reference, and the step is the version.
-ABSENT = {catalogue.family(key) for key in ("value_loss", "value_grad_norm", "explained_variance", "return_mean", "step")}
+_NOT_HERE = ("value_loss", "value_grad_norm", "explained_variance", "return_mean", "step")
+ABSENT = {catalogue.family(key) for key in _NOT_HERE}
 
 
 class World:
