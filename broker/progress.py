@@ -13,12 +13,13 @@ from rich.table import Table
 
 from broker.reading import Reading
 
-class MetricsTail:
-    """New records of a growing `metrics.jsonl`; what was there before is skipped."""
 
-    def __init__(self, path: Path) -> None:
+class MetricsTail:
+    """New records of a growing `metrics.jsonl`; what was there before is skipped, unless `from_start`."""
+
+    def __init__(self, path: Path, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def read(self) -> list[dict[str, Any]]:
         try:

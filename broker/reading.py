@@ -17,8 +17,8 @@ REFRESH_S = 1.0
 
 @dataclass(frozen=True)
 class Reading:
-    """`at` is when, in monotonic seconds; the memory figures are in bytes, a limit of 0 is none. `evaluation` is the last
-    one's result, `wished_ranks` what `headrace resize` asked for."""
+    """`at` is when, in monotonic seconds; the memory figures are in bytes, a limit of 0 is none. `evaluation` is the
+    last one's result, `wished_ranks` what `headrace resize` asked for."""
 
     at: float
     version: int

@@ -7,14 +7,20 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
+from prometheus_client.registry import Collector
+
+from common.families import families
 from tests.alerts.cases import CASES, Case
-from tests.alerts.rules import RULES, alerts
+from tests.alerts.rules import RULES, alerts, exported
 
 PROMTOOL = os.environ.get("HEADRACE_PROMTOOL") or shutil.which("promtool")
 pytestmark = pytest.mark.skipif(
@@ -73,3 +79,17 @@ def test_alert_fires_for_the_run_that_is_ill_and_for_no_other(name: str, tmp_pat
 
 def test_rule_file_is_clean() -> None:
     assert f"{len(alerts())} rules found" in promtool("check", "rules", RULES)
+
+
+class _Everything(Collector):
+    def collect(self) -> Iterator[Family]:
+        metrics = exported().values()
+        yield from families(metrics, {m.name: {"/".join(m.labels): 1.0} if m.labels else 1.0 for m in metrics}, "run")
+
+
+def test_every_name_is_as_prometheus_wants_it() -> None:
+    registry = CollectorRegistry()
+    registry.register(_Everything())
+    text = generate_latest(registry).decode()
+    assert all(f"\n{name}{{" in text for name in exported())
+    assert promtool("check", "metrics", text=text) == ""
