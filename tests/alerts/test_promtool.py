@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
