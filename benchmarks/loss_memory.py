@@ -148,7 +148,8 @@ def main() -> None:
     parser.add_argument("--case", nargs=2, metavar=("WHOSE", "VOCABULARY"), help="one case, in this process")
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(case(*arguments.case, arguments.tokens)))
+        whose, vocabulary = arguments.case
+        print(json.dumps(case(whose, vocabulary, arguments.tokens)))
         return
     record: dict[str, Any] = {"tokens": arguments.tokens, "cases": {}}
     for vocabulary in arguments.vocabularies:

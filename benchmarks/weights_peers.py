@@ -40,7 +40,10 @@ class LightTransfer:
         self._receive = StagedReceive(form.host, form.port, rank, form.world_size, form.timeout_s)
 
     async def stage(self, update: Update) -> None:
-        self._receive.stage(plan_buckets(update.parameters, self._bucket_bytes))
+        self._receive.stage(plan_buckets(update.parameters, self._bucket_bytes), update.version)
+
+    async def checksum(self, version: int) -> int | None:
+        return self._receive.checksum(version)
 
     async def apply(self, version: int) -> dict[str, float]:
         await asyncio.to_thread(self._receive.take)
@@ -165,7 +168,7 @@ def _reload(worker: Any, folder: str, repeats: int) -> list[float]:
 
 
 def _raw_receive(config: Config, port: int, rank: int, world_size: int, pieces: list[int], repeats: int) -> None:
-    group = GlooGroup.join(config.weights.host, port, rank, world_size, config.weights.timeout_s)
+    group = GlooGroup.join(config.weights.host or "127.0.0.1", port, rank, world_size, config.weights.timeout_s)
     raw_broadcast(group, pieces, repeats)
 
 

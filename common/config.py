@@ -17,6 +17,7 @@ from common.config_broker import SentinelConfig as SentinelConfig
 from common.config_broker import TlsConfig as TlsConfig
 from common.config_broker import check_url, scheme
 from common.config_elastic import ElasticConfig as ElasticConfig
+from common.config_lora import LoraConfig as LoraConfig
 from common.config_metrics import AutoscaleConfig as AutoscaleConfig
 from common.config_metrics import MetricsConfig as MetricsConfig
 from common.config_objective import CorrectionConfig as CorrectionConfig
@@ -262,6 +263,7 @@ class LearnerConfig(Section):
         "their step; a crash loses what the last snapshot lacks.",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = Field(None, description="Adapters on a frozen base. Null: the whole model is trained.")
     gradient_checkpointing: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")
 

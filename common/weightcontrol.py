@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from common.errors import WireError
+from common.lora import Adapter
 from common.weightwire import Parameter, describe, parse
 
 Stage = Literal["formed", "receiving", "loaded", "corrupt", "failed"]
@@ -44,12 +45,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Update:
+    """`adapter`: the parameters are factors of LoRA, to be added to the base (`common.lora`); None: whole weights."""
+
     epoch: int
     version: int
     parameters: tuple[Parameter, ...]
+    adapter: Adapter | None = None
 
     def message(self) -> dict[str, Any]:
-        return {"type": "update", "epoch": self.epoch, "version": self.version, **describe(self.parameters)}
+        adapter = None if self.adapter is None else asdict(self.adapter)
+        message = {"type": "update", "epoch": self.epoch, "version": self.version, "adapter": adapter}
+        return {**message, **describe(self.parameters)}
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,8 @@ def read_control(message: Mapping[str, Any]) -> Form | Update | Commit | Stop | 
         )
     if kind == "update":
         parameters = parse(message.get("names"), message.get("dtypes"), message.get("shapes"))
-        return Update(_get(message, "epoch", int), _get(message, "version", int), tuple(parameters))
+        epoch, version = _get(message, "epoch", int), _get(message, "version", int)
+        return Update(epoch, version, tuple(parameters), _adapter(message))
     if kind == "commit":
         return Commit(_get(message, "epoch", int), _get(message, "version", int), _checksum(message))
     return None
@@ -128,6 +135,13 @@ def read_ack(message: Mapping[str, Any]) -> Ack:
         seconds={str(name): float(value) for name, value in dict(message.get("seconds") or {}).items()},
         checksum=_checksum(message),
     )
+
+
+def _adapter(message: Mapping[str, Any]) -> Adapter | None:
+    if message.get("adapter") is None:
+        return None
+    fields = _get(message, "adapter", dict)
+    return Adapter(scale=float(_get(fields, "scale", (int, float))), base=_get(fields, "base", int))
 
 
 def _checksum(message: Mapping[str, Any]) -> int | None:

@@ -9,6 +9,8 @@ Loaded by vLLM in each of its processes through the entry-point group `vllm.gene
   `finish_weight_update`. Finished without "apply" it is abandoned and changes nothing.
 - Where there is no memory for that, `update_weights` with mode "stream" loads into the model what it receives, bucket
   by bucket; the engine is paused meanwhile, and of no use any more if that breaks.
+- With LoRA what arrives are an adapter's factors: what is loaded, in every mode, is a whole model, the base as vLLM
+  itself reads it with the adapter added (`generator.adapters`).
 - A parameter that did not arrive, or that the model did not take, is an error, never a half-updated model in use.
 
 Registered by `register`, which may be called any number of times.
@@ -16,10 +18,11 @@ Registered by `register`, which may be called any number of times.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import zmq
@@ -30,14 +33,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from common.lora import Adapter
 from common.weightwire import Slot, parse, plan_buckets
+from generator.adapters import Base
 from generator.receive import StagedReceive
 from generator.reload import Reload, Twin
 
 BACKEND = "gloo"
+Named = Iterable[tuple[str, torch.Tensor]]
 _NAP_MS = 2
 
 
@@ -62,6 +69,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None  # fields of `common.lora.Adapter`
 
 
 class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -75,6 +83,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     _bucket_bytes = 0
     _twin: Twin | None = None
     _reload: Reload | None = None
+    _adapter: Adapter | None = None  # of the update under way
+    _base: Base | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Start joining the group; returns at once."""
@@ -96,14 +106,15 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._receive is None:
             raise RuntimeError("no weight-transfer group; call init_weight_transfer_engine first")
+        if update_info.mode != "apply":
+            self._adapter = None if update_info.adapter is None else Adapter(**update_info.adapter)
         if update_info.mode == "stage":
             prepare = self._load_twin if Twin.supports(self.model) else None
             self._receive.stage(self._plan(update_info), update_info.version, prepare)
         elif update_info.mode == "apply":
             self._apply(self._receive)
         elif update_info.mode == "stream":
-            self._reload = Reload(self.model, self.model_config)
-            self._receive.stream(self._plan(update_info), update_info.version, self._load)
+            self._stream(self._receive, update_info)
         else:
             raise ValueError(f"mode is {update_info.mode!r}; expected 'stage', 'apply' or 'stream'")
 
@@ -117,9 +128,10 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> None:
         """In the receiving thread. Takes the buckets out of their list: memory for one copy of the weights, not two."""
+        tensors = self._tensors(plan, buckets)
         twin = Twin(self.model, self.model_config)
-        for slots in plan:
-            twin.load(_named(slots, buckets.pop(0)))
+        for named in tensors:
+            twin.load(named)
         twin.finish()
         self._twin = twin
 
@@ -131,13 +143,41 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         if self._twin is not None:
             self._twin.swap()
             return
-        self._reload = Reload(self.model, self.model_config)
-        for slots, bucket in zip(receive.plan, buckets, strict=True):
-            self._load(slots, bucket)
+        self._load(self._tensors(receive.plan, buckets))
 
-    def _load(self, slots: Sequence[Slot], bucket: torch.Tensor) -> None:
-        assert self._reload is not None
-        self._reload.load(_named(slots, bucket))
+    def _load(self, tensors: Iterable[Named]) -> None:
+        """Into the live model, which is of no use any more if this breaks."""
+        self._reload = Reload(self.model, self.model_config)
+        for named in tensors:
+            self._reload.load(named)
+
+    def _stream(self, receive: StagedReceive, update_info: GlooUpdateInfo) -> None:
+        plan = self._plan(update_info)
+        if self._adapter is None:
+            self._reload = reload = Reload(self.model, self.model_config)
+            receive.stream(plan, update_info.version, lambda slots, bucket: reload.load(_named(slots, bucket)))
+            return
+        buckets: list[torch.Tensor] = []
+        receive.stream(plan, update_info.version, lambda _, bucket: buckets.append(bucket))
+        self._load(self._tensors(plan, buckets))
+
+    def _tensors(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> Iterator[Named]:
+        """What to load, in parts, under Hugging Face names. An adapter is checked before this returns."""
+        if self._adapter is None:
+            return (_named(slots, buckets.pop(0)) for slots in plan)
+        factors = dict(pair for slots in plan for pair in _named(slots, buckets.pop(0)))
+        if self._base is None:
+            self._base = Base(self._base_weights, self.model_config.dtype, self.device)
+        return iter([self._base.merged(factors, self._adapter)])
+
+    def _base_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What vLLM loaded at the start, read again: safetensors are mapped, and shared by all engines of a machine."""
+        settings = copy.copy(self.vllm_config.load_config)
+        settings.use_tqdm_on_load = False
+        named: Iterable[tuple[str, torch.Tensor]] = get_model_loader(settings).get_all_weights(
+            self.model_config, self.model
+        )
+        return named
 
     def finish_weight_update(self) -> None:
         reload, self._reload, self._twin = self._reload, None, None

@@ -193,7 +193,7 @@ async def _gloo_checksum(engine: Engine, version: int) -> int | None:
 
 def _lists(update: Update) -> dict[str, object]:
     message = update.message()
-    return {key: message[key] for key in ("names", "dtypes", "shapes")}
+    return {key: message[key] for key in ("names", "dtypes", "shapes", "adapter")}
 
 
 def open_transfer(engine: Engine) -> Transfer:

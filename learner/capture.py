@@ -18,15 +18,25 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.lora import Adapter
 from learner import rng, tensorfile
 from learner.checkpoint import Folder, State
 from learner.fragments import MOMENTS, WEIGHT, Fragments
 
-POLICY, CRITIC = "policy", "critic"
+POLICY, ADAPTER, CRITIC = "policy", "adapter", "critic"
 RNG = "rng.safetensors"
 MODEL = "model/model.safetensors"
-_MODEL = {POLICY: MODEL, CRITIC: "critic/model.safetensors"}
-_MOMENT = {POLICY: "optimizer/{}.safetensors", CRITIC: "critic/{}.safetensors"}
+_MODEL = {POLICY: MODEL, ADAPTER: "adapter/adapter_model.safetensors", CRITIC: "critic/model.safetensors"}
+_MOMENT = {
+    POLICY: "optimizer/{}.safetensors",
+    ADAPTER: "optimizer/{}.safetensors",
+    CRITIC: "critic/{}.safetensors",
+}
+_LACKS = {
+    POLICY: "learner.lora: null, but {} holds an adapter; resume with the learner.lora it was made with",
+    ADAPTER: "learner.lora: set, but {0} holds a whole model; resume without it, or start anew from {0}/model",
+    CRITIC: "objective.advantage.type: 'gae', but {} holds no critic; resume with 'group', or start anew",
+}
 
 
 def files_of(engine: str) -> dict[str, str]:
@@ -81,25 +91,28 @@ class Stored:
     source: int
     folder: Path | None
 
-    def check(self, engines: Mapping[str, Fragments]) -> None:
-        """Raises ConfigError, on every rank, where it was made for another model or without a critic."""
+    def check(self, engines: Mapping[str, Fragments], adapter: Adapter | None) -> None:
+        """Raises ConfigError, on every rank, where it was made for another model or without a critic or an adapter."""
         for engine, fragments in engines.items():
+            where = "learner.lora or model.path" if engine == ADAPTER else "model.path"
             for file in files_of(engine).values():
                 if file not in self.shapes:
-                    raise ConfigError(
-                        f"objective.advantage.type: 'gae', but {self.name} holds no critic; resume with 'group', or "
-                        "start anew"
-                    )
+                    raise ConfigError(_LACKS[engine].format(self.name))
                 found, wanted = self.shapes[file], {name: list(fragments.shape(name)) for name in fragments.parameters}
                 if wrong := sorted(name for name in found.keys() | wanted if found.get(name) != wanted.get(name)):
                     raise ConfigError(
-                        f"model.path: {self.name} was made for another model: in {file} {wrong[0]} is of shape "
-                        f"{found.get(wrong[0])}, in the model {wanted.get(wrong[0])}; resume with its own model"
+                        f"{where}: {self.name} was made for another: in {file} {wrong[0]} is of shape "
+                        f"{found.get(wrong[0])}, in the model {wanted.get(wrong[0])}; resume with its own"
                     )
+        if adapter is not None and (was := Adapter(**(self.state.adapter or {}))) != adapter:  # type: ignore[arg-type]
+            wrong_one = "learner.lora.alpha" if was.base == adapter.base else "model.path"
+            raise ConfigError(
+                f"{wrong_one}: the adapter of {self.name} was trained with another: {was}, here {adapter}; resume with "
+                "its own"
+            )
 
     def load(self, engines: Mapping[str, Fragments], seed: int) -> None:
-        """Bring everything into the engines and this rank's random generators. Every rank calls it."""
-        self.check(engines)
+        """Bring everything, once `check`ed, into the engines and this rank's random generators. Every rank calls it."""
         for engine, fragments in engines.items():
             fragments.make_state(self.state.steps[engine])
             for kind, file in files_of(engine).items():
@@ -131,9 +144,9 @@ def _device() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-def small_files(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder, by its name under `model/`: config and tokenizer beside the weights."""
-    return {f"model/{path.relative_to(folder)}": path.read_bytes() for path in _files(folder)}
+def small_files(folder: Path, under: str) -> dict[str, bytes]:
+    """What lies in a folder, by its name under `under`: config and tokenizer beside the weights."""
+    return {f"{under}/{path.relative_to(folder)}": path.read_bytes() for path in _files(folder)}
 
 
 def _files(folder: Path) -> Iterable[Path]:

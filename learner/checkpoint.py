@@ -2,6 +2,7 @@
 
 - `model/`: config, tokenizer, and the float32 master weights as `model.safetensors`; `transformers` and vLLM load it;
 - `optimizer/exp_avg.safetensors` and `exp_avg_sq.safetensors`: AdamW's moments, float32, whole tensors by parameter;
+- with `learner.lora`, in place of `model/`: `adapter/`, in PEFT's format, to which the moments then belong;
 - `critic/`: the same of the critic, where the objective has one;
 - `rng.safetensors`: states of the random generators, a row per rank;
 - `state.json`: `State`, with size and SHA-256 of every file, its own contents included.
@@ -44,6 +45,7 @@ class State:
             has lost what it knew.
         steps: optimizer updates made, by engine: `policy`, and `critic` where there is one.
         counters: metrics that go on counting in a resumed run.
+        adapter: fields of `common.lora.Adapter`; None: the whole model was trained.
     """
 
     version: int
@@ -53,6 +55,7 @@ class State:
     position: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
+    adapter: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,9 @@ def export(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB.")] = "5GB",
     to_hub: Annotated[str | None, typer.Option(metavar="NAME", help="Upload it under this name, too.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Model that an adapter is merged into; default: where it was in training.")
+    ] = None,
     run_id: RunId = None,
     overrides: Overrides = None,
 ) -> None:
@@ -75,7 +78,7 @@ def export(
     folder = next((each for each in newest_first if not checkpoint.broken(each)), None)
     if folder is None:
         raise ConfigError(f"{path}: no whole checkpoint; `headrace checkpoint verify {path}` says what is wrong")
-    write(folder, out, dtype, max_shard_size, to_hub)
+    write(folder, out, dtype, max_shard_size, to_hub, base)
     typer.echo(f"{folder} -> {out}, {dtype}")
 
 

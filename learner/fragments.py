@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner import lora
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT = "weight"
 
@@ -40,7 +42,7 @@ class Fragment:
 
 
 class Fragments:
-    """Parameters of one DeepSpeed engine with an AdamW optimizer that was given to it.
+    """Trained parameters of one DeepSpeed engine with an AdamW optimizer that was given to it.
 
     Args:
         engine: the DeepSpeed engine.
@@ -50,7 +52,8 @@ class Fragments:
     def __init__(self, engine: Any, stage: int) -> None:
         self._engine, self._stage = engine, stage
         self._state = engine.basic_optimizer.state
-        self.parameters: dict[str, Any] = dict(engine.module.named_parameters())
+        named = engine.module.named_parameters()
+        self.parameters: dict[str, Any] = {lora.saved_name(name): each for name, each in named if each.requires_grad}
 
     def shape(self, name: str) -> torch.Size:
         """Of the whole parameter, whatever of it is here."""

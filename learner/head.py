@@ -84,7 +84,8 @@ class _HeadLogprobs(torch.autograd.Function):
         # d logp / d logits = (1[target] - p) / temperature, d entropy / d logits = -p (log p + entropy) / temperature.
         # Without the second a token's factor is the same for all its logits, and is applied outside the products.
         factor = gradients[0] / -ctx.temperature
-        for_hidden, for_weight = torch.empty_like(states), torch.zeros_like(head)
+        for_hidden = torch.empty_like(states)
+        for_weight = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # a frozen head needs none
         for_bias = None if bias is None else torch.zeros_like(bias, dtype=total.dtype)
         for part, logits in _chunks(states, head, bias, ctx.temperature, ctx.chunk):
             logits -= total[part, None]
@@ -101,12 +102,13 @@ class _HeadLogprobs(torch.autograd.Function):
                 logits.scatter_add_(-1, targets[part, None], -outside)
                 outside = torch.ones_like(outside)
             torch.mm(logits, head, out=for_hidden[part]).mul_(outside)
-            for_weight.addmm_(logits.T, states[part] * outside)
+            if for_weight is not None:
+                for_weight.addmm_(logits.T, states[part] * outside)
             if for_bias is not None:
                 for_bias += (logits.T @ outside)[:, 0]
         return (
             for_hidden.to(hidden.dtype),
-            for_weight.to(weight.dtype),
+            None if for_weight is None else for_weight.to(weight.dtype),
             None if for_bias is None else for_bias.to(bias.dtype),
             *[None] * 4,
         )

@@ -21,7 +21,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -164,9 +164,12 @@ class Learner:
         started = time.monotonic()
         with self.exposed.phase("publishing"):
             if publisher is not None:
-                publisher.publish(self.version, self.trainer.weights(), getattr(torch, self.config.generator.dtype))
+                adapter = self.trainer.sends
+                # Small enough to be sent as they were trained; what the generators add them to is of their own type.
+                dtype = self.config.generator.dtype if adapter is None else self.config.learner.dtype
+                publisher.publish(self.version, self.trainer.published(), getattr(torch, dtype), adapter)
             elif self.config.learner.zero_stage == 3:
-                for _ in self.trainer.weights():
+                for _ in self.trainer.published():
                     pass
         return time.monotonic() - started
 
@@ -297,6 +300,7 @@ class Learner:
             position=self.broker.position(),
             steps=copy.steps,
             counters=self.reporter.counters(),
+            adapter=asdict(self.trainer.adapter) if self.trainer.adapter is not None else None,
         )
         self.saver.start(kind, state, copy.write)
         self.log.info("%s of version %d: copied in %.2f s", kind, self.version, time.monotonic() - started)

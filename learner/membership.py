@@ -6,6 +6,7 @@ acknowledgements and the link say, and does what `step` answers.
     REST -> FORM -> CONNECT -> UPDATE -> SEND -> COMMIT -> LOADED -> REST
       \\______(the members are those of the last group)____^
     from FORM to COMMIT: -> DISBAND -> REST when a member goes away, fails or is silent beyond the deadline
+    with nothing to send, after the members have changed: REST -> FORM -> CONNECT -> REST, ahead of the next version
 
 What it promises:
 
@@ -99,6 +100,8 @@ class Membership:
         self._corrupt: set[Identity] = set()  # sent again at once, for the first time
         self._blameless, self._ever_loaded = 0, False
         self._owed: set[Identity] | None = set()  # who has to get it before the next one; None: not looked yet
+        self._ahead = False  # the group is formed for the next version
+        self._tried: dict[str, Identity] = {}  # the members it was last tried with
 
     # --- what happened
 
@@ -162,6 +165,9 @@ class Membership:
             self._lose(set(), "a newer version waits")
             return self.step()
         if self._link_done if self._doing not in _ANSWERS else not self._awaited:
+            if self._ahead and self._doing is Step.CONNECT:
+                self._doing = Step.REST
+                return Step.REST
             return self._enter(_NEXT[self._doing])
         if self._clock() > self._deadline:
             silent = set(self._awaited)
@@ -178,15 +184,28 @@ class Membership:
             self.complete, self._blameless = True, 0
         if not lacking:
             self._blameless = 0
-            return Step.DESPAIR if self._left_out and not self._ever_loaded else Step.REST
+            if self._left_out and not self._ever_loaded:
+                return Step.DESPAIR
+            return self._form_ahead()
         if self.complete and self.next_waits:
             return Step.REST
         if self._blameless >= _BLAMELESS:
             lacking = dict([min(lacking.items())])
         self.count.attempts += 1
+        self._ahead = False
         if lacking == self.members:
             return self._enter(Step.UPDATE)
         self.epoch, self.members = self.epoch + 1, lacking
+        return self._enter(Step.FORM)
+
+    def _form_ahead(self) -> Step:
+        """Everybody holds the version. Where the next one would need another group, form that now, while nobody waits
+        for it; once for the same members, so that one who cannot come costs this once."""
+        ready = {who[0]: who for who in sorted(self._living) if self._holds.get(who) == self.version}
+        if not ready or ready in (self.members, self._tried):
+            return Step.REST
+        self._ahead, self._tried = True, ready
+        self.epoch, self.members = self.epoch + 1, ready
         return self._enter(Step.FORM)
 
     def _enter(self, step: Step) -> Step:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
-from learner import attention
+from common.lora import Adapter
+from learner import attention, lora
 from learner.head import fuse_head
 from learner.logprobs import check_packable, float32_head
 
@@ -35,13 +36,13 @@ def causal_model(config: Config, path: str) -> Any:
     return model
 
 
-def policy_model(config: Config) -> Any:
-    """The model to train."""
+def policy_model(config: Config) -> tuple[Any, Adapter | None]:
+    """The model to train; with `learner.lora` only its adapter."""
     model = causal_model(config, config.model.path)
     model.train()
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model
+    return model, None if config.learner.lora is None else lora.add(model, config.learner.lora)
 
 
 def reference_model(config: Config, policy: Any, device: torch.device) -> nn.Module:

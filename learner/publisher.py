@@ -23,6 +23,7 @@ from broker.addresses import own_address
 from common.config import Config
 from common.errors import HeadraceError, WireError
 from common.log import Logger
+from common.lora import Adapter
 from common.weightcontrol import Commit, Form, Update, read_ack
 from common.weightwire import MissingRanksError, resolve_backend
 from learner.membership import Membership, Step
@@ -91,6 +92,7 @@ class WeightPublisher:
         self._backend = resolve_backend(config.weights.backend)
         self._host = config.weights.host or own_address(broker.url)
         self._staged = Staged(config.weights.bucket_mb << 20)
+        self._adapter: Adapter | None = None
         self._stage_s = self._pause_s = 0.0
         self._condition = threading.Condition()
         self._resting = self._closed = False
@@ -108,12 +110,17 @@ class WeightPublisher:
     # --- the learner's side
 
     def publish(
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: torch.dtype
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        wire_dtype: torch.dtype,
+        adapter: Adapter | None = None,
     ) -> None:
         """Copy the weights and have them sent; returns after the copy.
 
         Waits for the delivery of the previous version first. The tensors are read once, in order, on the caller's
         thread, so they may be gathered while iterating; one that shares its storage with an earlier one is sent once.
+        With `adapter` they are its factors, which generators add to the weights they have started with.
 
         Raises:
             PublishError: the previous delivery failed, or the publisher is closed.
@@ -124,6 +131,7 @@ class WeightPublisher:
             self._check()
             started = time.monotonic()
             self._staged.fill(named_tensors, wire_dtype)
+            self._adapter = adapter
             # vLLM's own nccl engine loads what it receives: there is nothing to check before.
             checksum = None if self._backend == "nccl" else self._staged.checksum(version)
             self._stage_s = time.monotonic() - started
@@ -189,7 +197,8 @@ class WeightPublisher:
             case Step.CONNECT:
                 self._start(self._open_link.connect)
             case Step.UPDATE:
-                self.broker.announce(Update(members.epoch, members.version, self._staged.parameters).message())
+                update = Update(members.epoch, members.version, self._staged.parameters, self._adapter)
+                self.broker.announce(update.message())
             case Step.SEND:
                 link = self._open_link
                 self._start(lambda: link.send(self._staged))
@@ -242,6 +251,7 @@ class WeightPublisher:
 
     def _rest(self) -> None:
         """Until there is something to publish, or it is time to look for newcomers."""
+        self._marks.clear()
         with self._condition:
             self._resting = True
             self._condition.notify_all()

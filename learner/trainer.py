@@ -13,6 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from common.config import Config, GaeAdvantage
-from learner import capture
+from common.lora import Adapter
+from common.weightwire import resolve_backend
+from learner import capture, lora
 from learner.batch import sequence_scale
 from learner.capture import Capture, Stored
 from learner.critic import Critic, CriticMetrics
@@ -53,14 +56,18 @@ class UpdateResult:
 
 
 class Trainer:
-    """Model and optimizer of this rank."""
+    """Model and optimizer of this rank.
+
+    Attributes:
+        adapter: with `learner.lora`; None: the whole model is trained.
+    """
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoTokenizer
 
         self.config = config
         torch.manual_seed(config.run.seed)
-        model = policy_model(config)
+        model, self.adapter = policy_model(config)
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -68,7 +75,8 @@ class Trainer:
         self.engine, self.device = self.policy.module, self.policy.device
         objective = config.objective
         self.reference: nn.Module | None = None
-        if objective.kl_coefficient > 0:
+        # An adapter's own base is the reference without a copy of it.
+        if objective.kl_coefficient > 0 and (self.adapter is None or objective.reference is not None):
             self.reference = reference_model(config, model, self.device)
         self.critic: Critic | None = None
         if isinstance(objective.advantage, GaeAdvantage):
@@ -94,7 +102,7 @@ class Trainer:
         if judged is not None:
             updates = [one.packs for one in judged]
         prox = [self.score(packs) for packs in updates] if self.needs_proximal_pass else None
-        reference = [self.score(packs, self.reference) for packs in updates] if self.reference is not None else None
+        reference = [self.score_reference(packs) for packs in updates] if self.config.objective.kl_coefficient else None
         lr = warmup_lr(self.config.learner.optimizer, step)
         results = []
         for index, packs in enumerate(updates):
@@ -113,7 +121,15 @@ class Trainer:
         """Log-probabilities of the response tokens under the policy's current weights, or another model's: one (R,)
         tensor per pack, nats."""
         model = self.engine if model is None else model
-        return [packed_logprobs(model, pack, self.config.sampling.temperature)[0] for pack in packs]
+        with nullcontext() if self.adapter is None else lora.without_dropout(model):
+            return [packed_logprobs(model, pack, self.config.sampling.temperature)[0] for pack in packs]
+
+    def score_reference(self, packs: Sequence[Packed]) -> list[torch.Tensor]:
+        """The same under the reference: a model of its own, or the policy without its adapter."""
+        if self.reference is not None:
+            return self.score(packs, self.reference)
+        with lora.disabled(self.engine.module):
+            return self.score(packs)
 
     def update(
         self,
@@ -212,16 +228,32 @@ class Trainer:
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.tensor(array, device=self.device)
 
+    @property
+    def sends(self) -> Adapter | None:
+        """What is published in the place of whole weights; None: whole ones, since vLLM's own nccl engine loads what
+        it receives."""
+        return None if resolve_backend(self.config.weights.backend) == "nccl" else self.adapter
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What generators are sent: an adapter's factors where there is one (see `sends`), else `weights`."""
+        return self.weights() if self.sends is None else self._whole(lora.wire(self.engine.module))
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full weights under their Hugging Face names, tied ones once. Under ZeRO-3 every rank must iterate."""
+        """Full weights under their Hugging Face names, tied ones once, an adapter added. Under ZeRO-3 every rank must
+        iterate."""
+        return self._whole(lora.whole(self.engine.module))
+
+    def _whole(self, named: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that the named parameters make up, one after the other."""
         import deepspeed
 
-        for name, parameter in self.engine.module.named_parameters():
+        scale = 0.0 if self.adapter is None else self.adapter.scale
+        for name, parameters in named:
             if self.config.learner.zero_stage == 3:
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach()
+                with deepspeed.zero.GatheredParameters(parameters):
+                    yield name, lora.sum_of(parameters, scale)
             else:
-                yield name, parameter.detach()
+                yield name, lora.sum_of(parameters, scale)
 
     def capture(self) -> Capture | None:
         """A copy of everything a checkpoint holds, in host memory, on rank 0; None on the others. Every rank takes
@@ -233,12 +265,15 @@ class Trainer:
         Every rank takes part.
 
         Raises:
-            ConfigError: it was made for another model, or there is a critic and it was made without.
+            ConfigError: it was made for another model or with another adapter, or there is a critic and it was made
+                without.
         """
-        stored.load(self._fragments(), self.config.run.seed)
+        fragments = self._fragments()
+        stored.check(fragments, self.adapter)
+        stored.load(fragments, self.config.run.seed)
 
     def _fragments(self) -> dict[str, Fragments]:
-        engines = {capture.POLICY: self.policy}
+        engines = {capture.POLICY if self.adapter is None else capture.ADAPTER: self.policy}
         if self.critic is not None:
             engines[capture.CRITIC] = self.critic.engine
         return {name: Fragments(engine.module, engine.stage) for name, engine in engines.items()}
@@ -249,8 +284,11 @@ class Trainer:
         if dist.get_rank() != 0:
             return {}
         with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            if self.config.learner.lora is not None:
+                lora.write_config(self.config.learner.lora, self.config.model.path, Path(folder))
+                return capture.small_files(Path(folder), lora.FOLDER)
             self.engine.module.config.save_pretrained(folder)
             if self.engine.module.can_generate():
                 self.engine.module.generation_config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            return capture.small_files(Path(folder))
+            return capture.small_files(Path(folder), "model")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from broker import Broker
+from broker import Broker, Lease
 from common import log as logs
 from common import settings
 from common.config import Config
@@ -63,11 +63,11 @@ def generator(config: Config) -> None:
     diary = (folder(config) / f"{name}.groups").open("ab")
     submit, run = Broker.submit, WeightReceiver.run
 
-    def recorded(self: Broker, generator_id: str, entry_id: str, group: Group) -> bool:
+    def recorded(self: Broker, generator_id: str, lease: Lease, group: Group) -> bool:
         data = encode_group(group)
         diary.write(struct.pack("<I", len(data)) + data)
         diary.flush()
-        return submit(self, generator_id, entry_id, group)
+        return submit(self, generator_id, lease, group)
 
     async def gated(self: WeightReceiver) -> None:
         """The joiner's engine is up, but it stays `joining` until its time has come."""
@@ -173,11 +173,11 @@ def learner(config: Config) -> None:
     publish, send_buckets = WeightPublisher.publish, transport.send_buckets
 
     def recorded(
-        self: WeightPublisher, version: int, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+        self: WeightPublisher, version: int, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *rest: Any
     ) -> None:
         disturber.before_publish(version)
         started = time.monotonic()
-        publish(self, version, named, dtype)
+        publish(self, version, named, dtype, *rest)
         wait_s = time.monotonic() - started
         weights = {name: tensor.clone() for name, tensor in self._staged.tensors()}
         torch.save(weights, disturber.folder / f"{version}.pt")

@@ -133,15 +133,16 @@ def test_member_fails_in_an_update_survivor_gets_it_and_the_next(
     assert not other.weights
 
 
-@pytest.mark.parametrize(("flaw", "groups"), [("damaged", 2), ("always damaged", 2)])
+# Once it has the weights, a group with both may be formed ahead of the next version.
+@pytest.mark.parametrize(("flaw", "groups"), [("damaged", (2, 3)), ("always damaged", (2,))])
 def test_member_receives_other_bytes_is_sent_them_again_and_left_out_if_that_repeats(
-    publisher: WeightPublisher, generator: Callable[..., PlainGenerator], flaw: Flaw, groups: int
+    publisher: WeightPublisher, generator: Callable[..., PlainGenerator], flaw: Flaw, groups: tuple[int, ...]
 ) -> None:
     sound, other = generator("g1"), generator("g2", flaw)
     publish(publisher, 1, weights(1))
     publisher.wait(10)
     assert_received(sound.wait_for(1), weights(1))
-    assert len(other.forms) == groups
+    assert len(other.forms) in groups
     if flaw == "damaged":
         assert_received(other.wait_for(1), weights(1))
     else:

@@ -183,6 +183,8 @@ def test_commands_list_and_verify_name_whole_and_broken_ones(make_config: MakeCo
 class LightTrainer:
     """What `Learner` needs of `Trainer` on one rank; its weights are the number of tokens it was shown."""
 
+    adapter = sends = None
+
     def __init__(self, config: Config) -> None:
         self.tokens = 0
 
@@ -191,7 +193,7 @@ class LightTrainer:
         self.tokens += sum(int(pack.mask.sum()) for packs in updates for pack in packs)
         return [UpdateResult(metrics, 1.0, 1e-6, 0.0) for _ in updates]
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(1)
 
     def capture(self) -> Any:

@@ -27,6 +27,7 @@ class Update:
     nonfinite: dict[str, bool]
     optional: list[dict[str, float]]
     resumed: dict[str, Any]
+    adapter: dict[str, Any]
     weights: NDArray[np.float32]
 
 
@@ -73,6 +74,65 @@ def test_update_two_ranks_several_micro_batches_equals_one_big_batch(
     assert cut.resumed["weights"] == pytest.approx(whole.resumed["weights"], abs=1e-5)
     if stage in (1, 3):
         check_options(whole, cut)
+    check_adapter(whole, cut)
+
+
+def check_adapter(whole: Update, cut: Update) -> None:
+    """LoRA: the base stays, the adapter moves, and neither ranks nor ZeRO make a difference to it."""
+    for update in (whole, cut):
+        assert [name for name, value in update.adapter.items() if value is False] == []
+        assert update.adapter["kl"][0] == 0 and update.adapter["kl"][1] > 1e-6
+    assert cut.adapter["again"] == whole.adapter["again"] != {}
+    assert cut.adapter["grad_norm"][0] == pytest.approx(whole.adapter["grad_norm"][0], rel=1e-4)
+    # Both resumed from the same checkpoint.
+    assert cut.adapter["grad_norm"][-1] == pytest.approx(whole.adapter["grad_norm"][-1], rel=1e-4)
+    assert cut.adapter["kl"][-1] == pytest.approx(whole.adapter["kl"][-1], rel=1e-4, abs=1e-6)
+
+
+def test_adapter_merged_by_export_or_by_peft_is_the_policy_that_was_trained(
+    whole: Update, given: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+    from peft import PeftModel
+    from trainer_driver import groups
+    from transformers import AutoModelForCausalLM
+
+    from learner import checkpoint
+    from learner.export import export
+
+    folder = checkpoint.folder_for(given / "adapter", 1)
+    assert not (folder / "model").exists()
+    export(folder, tmp_path / "out", "float32", "5GB", None)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    by_peft = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    trained = np.load(next(given.glob("*.rank0.npz")))
+    for name, parameter in exported.named_parameters():
+        want = torch.tensor(trained[f"whole/{name}"])
+        torch.testing.assert_close(parameter.detach(), want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(by_peft.get_parameter(name).detach(), want, rtol=0, atol=1e-6)
+    logps = []
+    for group in groups():
+        for response in group.responses:
+            ids = torch.tensor(np.concatenate([group.prompt_ids, response.token_ids]), dtype=torch.long)
+            with torch.no_grad():
+                logits = exported(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            logps.append(logits.gather(1, ids[1:, None])[len(group.prompt_ids) - 1 :, 0].numpy())
+    np.testing.assert_allclose(np.sort(np.concatenate(logps)), trained["loaded"], atol=1e-5, rtol=0)
+
+
+def test_adapter_exported_into_another_base_refused(given: Path, whole: Update, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from common.errors import ConfigError
+    from learner import checkpoint
+    from learner.export import export
+
+    folder = checkpoint.folder_for(given / "given", 1)
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(other)
+    with pytest.raises(ConfigError, match="is not the model that the adapter"):
+        export(checkpoint.folder_for(given / "adapter", 1), tmp_path / "out", "float32", "5GB", None, str(other))
 
 
 def test_export_of_a_checkpoint_loads_in_transformers_with_the_same_weights(

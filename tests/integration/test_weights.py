@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from weight_helpers import PlainGenerator
 
 from broker import Broker, Member
-from common.config import Config
+from common.config import Config, LoraConfig
 from common.errors import HeadraceError
 from common.log import Logger
 from common.trajectory import NOTHING_YET, PartialGroup, PartialResponse, VersionRun
@@ -27,9 +27,9 @@ from common.weightwire import GlooGroup
 from common.wirepartial import decode_partial, encode_partial
 from generator.engine import Engine, Sampled
 from generator.responses import Interrupted, usable
-from generator.transfer import GlooInPlaceTransfer
+from generator.transfer import GlooInPlaceTransfer, GlooTransfer
 from generator.updates import WeightReceiver
-from learner import transport
+from learner import lora, transport
 from learner.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -273,6 +273,34 @@ async def test_progress_of_a_request_in_flight_names_the_versions_that_its_end_d
             assert report.token_ids.tolist() == sample.token_ids[:size].tolist()
             assert report.logprobs.tolist() == sample.logprobs[:size].tolist()
             assert report.versions == tuple(run for run in sample.versions if run.start < size)
+
+
+@pytest.mark.parametrize(("version", "transfer"), [(36, GlooTransfer), (38, GlooInPlaceTransfer)])
+async def test_adapter_sent_alone_is_added_to_the_base_that_the_engine_started_with(
+    fleet: Fleet, tiny_model: Path, version: int, transfer: type[GlooTransfer | GlooInPlaceTransfer]
+) -> None:
+    await first_version(fleet, version)  # other whole weights, of which nothing must be left
+    fleet.receiver._transfer = transfer(fleet.engine)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    settings = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "down_proj"))
+    adapter = lora.add(base, settings)
+    rng = torch.Generator().manual_seed(version)
+    for _, layer in lora.layers(base):
+        for factor in lora.factors(layer):
+            factor.data.copy_(0.1 * torch.randn(factor.shape, generator=rng))
+    request = asyncio.create_task(fleet.engine.sample(f"under way {version}", PROMPTS[1], 4))
+    factors = [(name, parameter.detach()) for name, (parameter,) in lora.wire(base)]
+    fleet.versions[version + 1] = {name: lora.sum_of(each, adapter.scale) for name, each in lora.whole(base)}
+    fleet.publisher.publish(version + 1, factors, torch.float32, adapter)
+    await asyncio.to_thread(fleet.publisher.wait, 60)
+    assert len(await request) == 4
+    assert fleet.publisher.timings is not None
+    whole = sum(tensor.nbytes for tensor in fleet.versions[version + 1].values())
+    assert fleet.publisher.timings.nbytes < whole / 20
+    for sample in await fleet.engine.sample(f"adapted {version}", PROMPTS[2], 2):
+        assert sample.versions == (VersionRun(version + 1, 0),)
+        assert np.abs(sample.logprobs - fleet.logprobs(version + 1, PROMPTS[2], sample)).max() < 1e-3
+        assert np.abs(sample.logprobs - fleet.logprobs(version, PROMPTS[2], sample)).max() > 1e-2
 
 
 async def test_prompt_too_long_is_a_data_failure_and_the_engine_goes_on(fleet: Fleet) -> None:

@@ -2,7 +2,7 @@
 
 One plain update; one from the checkpoint in the folder GIVEN, which the run makes itself where it is OUT's; one that
 must be left out because a log-probability is NaN; then two batches of two updates with every option of the objective,
-by a second trainer.
+by a second trainer; then an adapter (`lora_driver.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def values(critic: Critic, pack: Packed) -> torch.Tensor:
 def save(trainer: Trainer, root: Path, version: int) -> None:
     copy = trainer.capture()
     if copy is not None:
-        state = State(version, dist.get_world_size(), (), steps=copy.steps)
+        adapter = None if trainer.adapter is None else asdict(trainer.adapter)
+        state = State(version, dist.get_world_size(), (), steps=copy.steps, adapter=adapter)
         checkpoint.save(root, state, copy.write, keep=2)
     dist.barrier()
 
@@ -186,10 +187,13 @@ def main() -> None:
     if stage in (1, 3) or dist.get_world_size() == 1:  # what the other stages do differently, the plain update shows
         two = {**learner(stage, tokens), "updates_per_batch": 2}
         optional = with_options(config(model, stage, tokens, objective=OPTIONS, learner=two), out.with_suffix(""))
+    from lora_driver import with_adapter  # which imports this file
+
+    adapter = with_adapter(model, stage, tokens, out, given)
     if dist.get_rank() == 0:
         np.save(out.with_suffix(".npy"), weights.numpy())
         record = {"grad_norm": result.grad_norm, "loss": result.metrics.loss, "tokens": result.metrics.tokens}
-        record |= {"nonfinite": nan, "optional": optional, "resumed": loaded}
+        record |= {"nonfinite": nan, "optional": optional, "resumed": loaded, "adapter": adapter}
         out.write_text(json.dumps({**record, "micro_batches": len(packs)}))
     dist.destroy_process_group()
 
