@@ -39,6 +39,8 @@ _READER: tuple[_Right, ...] = (
     ("zrange", "outstanding unsettled"),
     ("hget", "arrived"),
     ("xrange", "prompts groups"),
+    ("memory|usage", "groups"),
+    ("hget", "elastic"),
 )
 
 _RIGHTS: dict[Role, tuple[_Right, ...]] = {

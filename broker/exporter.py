@@ -59,6 +59,7 @@ def run_values(reading: Reading, config: Config) -> Values:
         "headrace_groups_settled_total": float(ledger.settled),
         "headrace_groups_expired_total": float(ledger.expired),
         "headrace_groups_dead": float(ledger.dead),
+        "headrace_dead_letters": float(queues.dead_letters),
         "headrace_late_results_total": float(ledger.duplicates),
         "headrace_conservation_error": float(ledger.released - ledger.accounted),
         "headrace_groups_outstanding": {
@@ -69,6 +70,7 @@ def run_values(reading: Reading, config: Config) -> Values:
         },
         "headrace_groups_unsettled": float(queues.unsettled),
         "headrace_outstanding_limit": float(config.max_outstanding),
+        "headrace_staleness_limit": float(config.staleness.max_staleness),
         "headrace_lag_groups": float(queues.groups_waiting),
         "headrace_lag_steps": queues.groups_waiting / config.learner.groups_per_step,
         "headrace_oldest_group_age_seconds": unfinished.outstanding.age_s if unfinished.outstanding else 0.0,

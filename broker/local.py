@@ -28,7 +28,8 @@ from broker.elastic import nodes_for
 from broker.guard import SERVER, Guard
 from broker.nodes import Nodes
 from broker.processes import MARK, Child, Command, Waiter, kill_family, mark, metrics_port
-from broker.progress import REFRESH_S, MetricsTail, Observer, Progress
+from broker.progress import MetricsTail, Progress
+from broker.reading import REFRESH_S, Observer
 from broker.server import Server
 from broker.store import Broker
 from common.config import Config
@@ -215,14 +216,14 @@ class Fleet:
 
     def _resize(self) -> None:
         """Start and dismiss nodes of an elastic learner until there are as many as wished for."""
-        snapshot = self._observer.latest
-        if self._nodes is None or snapshot is None:
+        reading = self._observer.latest
+        if self._nodes is None or reading is None:
             return
-        for child in self._nodes.surplus(snapshot.wished_ranks):
-            self._progress.say(f"{child.name} is dismissed: {snapshot.wished_ranks} ranks are wished for")
+        for child in self._nodes.surplus(reading.wished_ranks):
+            self._progress.say(f"{child.name} is dismissed: {reading.wished_ranks} ranks are wished for")
             child.terminate()
-        for command in self._nodes.missing(snapshot.wished_ranks):
-            self._progress.say(f"{command.name} is started: {snapshot.wished_ranks} ranks are wished for")
+        for command in self._nodes.missing(reading.wished_ranks):
+            self._progress.say(f"{command.name} is started: {reading.wished_ranks} ranks are wished for")
             self._nodes.started(self._start(command))
 
     def _judge(self) -> Outcome | None:

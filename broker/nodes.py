@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.processes import METRICS_VARIABLE, Child, Command
-from broker.progress import Snapshot
+from broker.reading import Reading
 from broker.store import Broker
 from common.config import Config
 
@@ -66,14 +66,14 @@ class Nodes:
     def started(self, child: Child) -> None:
         self.present.append(child)
 
-    def replaces(self, child: Child, code: int, snapshot: Snapshot | None) -> bool:
+    def replaces(self, child: Child, code: int, reading: Reading | None) -> bool:
         """Whether the run goes on without `child`, which ended with `code`: it was dismissed, or it was killed, and
         nodes were not killed too often without anything becoming durable in between."""
         if child in self._dismissed:
             return True
         if child not in self.present or code > 0:
             return False
-        durable = snapshot.ledger.settled if snapshot is not None else -1
+        durable = reading.ledger.settled if reading is not None else -1
         self._lost = self._lost + 1 if durable == self._durable else 1
         self._durable = durable
         self.present.remove(child)

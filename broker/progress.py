@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +11,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from broker.records import EvalResult, Ledger, Member, Queues
-from broker.store import Broker
-from common.errors import HeadraceError
-
-REFRESH_S = 1.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at one moment, as its server tells it."""
-
-    version: int
-    ledger: Ledger
-    queues: Queues
-    generators: tuple[Member, ...]
-    evaluation: EvalResult | None = None
-    wished_ranks: int | None = None
-
-    @property
-    def waiting_groups(self) -> int:
-        return self.queues.groups_waiting
-
-
-class Observer:
-    """Reads the run once a second in a thread of its own: an unreachable server must not stop the launcher."""
-
-    def __init__(self, connect: Callable[[], Broker]) -> None:
-        self.latest: Snapshot | None = None
-        self._connect = connect
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(2 * REFRESH_S)
-
-    def _run(self) -> None:
-        broker: Broker | None = None
-        while not self._stop.wait(REFRESH_S):
-            try:
-                broker = broker or self._connect()
-                generators = tuple(broker.members("generator"))
-                result = broker.evaluation().result
-                readings = broker.version(), broker.ledger(), broker.queues()
-                self.latest = Snapshot(*readings, generators, result, broker.wished_ranks())
-            except HeadraceError:  # shown as a display that stands still; the members say what is wrong
-                continue
-        if broker is not None:
-            broker.close()
+from broker.reading import Reading
 
 
 class MetricsTail:
-    """New records of a growing `metrics.jsonl`; what was there before is skipped."""
+    """New records of a growing `metrics.jsonl`; what was there before is skipped, unless `from_start`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def read(self) -> list[dict[str, Any]]:
         try:
@@ -92,7 +39,7 @@ class Progress:
     def __init__(self, console: Console, max_steps: int, generators: int) -> None:
         self._console, self._max_steps, self._generators = console, max_steps, generators
         self._record: Mapping[str, Any] = {}
-        self._snapshot: Snapshot | None = None
+        self._reading: Reading | None = None
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Progress:
@@ -107,8 +54,8 @@ class Progress:
     def say(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def update(self, snapshot: Snapshot | None, records: list[dict[str, Any]]) -> None:
-        self._snapshot = snapshot
+    def update(self, reading: Reading | None, records: list[dict[str, Any]]) -> None:
+        self._reading = reading
         for record in records:
             self._record = record
             if not self._console.is_terminal:
@@ -116,7 +63,7 @@ class Progress:
 
     def _cells(self) -> list[tuple[str, str]]:
         """(what, value) in the order shown; a dash stands for what is not known yet."""
-        record, snapshot = self._record, self._snapshot
+        record, reading = self._record, self._reading
         cells = [
             ("step", f"{_number(record, 'step', '.0f')}/{self._max_steps}"),
             ("version", _number(record, "version", ".0f")),
@@ -125,14 +72,14 @@ class Progress:
             ("tokens/s", _number(record, "tokens_per_s", ".0f")),
             ("staleness", _number(record, "staleness_max", ".0f")),
         ]
-        if snapshot is not None:
-            serving = sum(member.state == "serving" for member in snapshot.generators)
+        if reading is not None:
+            serving = sum(member.state == "serving" for member in reading.in_role("generator"))
             cells += [
-                ("queue", str(snapshot.waiting_groups)),
-                ("outstanding", str(snapshot.ledger.outstanding)),
+                ("queue", str(reading.queues.groups_waiting)),
+                ("outstanding", str(reading.ledger.outstanding)),
                 ("generators", f"{serving}/{self._generators}"),
             ]
-            if (result := snapshot.evaluation) is not None:
+            if (result := reading.evaluation) is not None:
                 value = result.reward_mean if result.accuracy is None else result.accuracy
                 cells.append(("eval", f"{'-' if value is None else format(value, '.3f')} at {result.version}"))
         return cells

@@ -1,17 +1,24 @@
-"""A run at one moment, as the broker service reads it once a heartbeat: for `/metrics`, the page and the autoscaler."""
+"""A run at one moment: for `/metrics` and the autoscaler, for `headrace up` and `headrace top`."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from broker.records import Ledger, Member, Queues, Unfinished
+from broker.records import EvalResult, Ledger, Member, Queues, Unfinished
 from broker.store import Broker
+from common.errors import HeadraceError
+
+REFRESH_S = 1.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """`at` is when, in monotonic seconds; the memory figures are in bytes, a limit of 0 is none."""
+    """`at` is when, in monotonic seconds; the memory figures are in bytes, a limit of 0 is none. `evaluation` is the
+    last one's result, `wished_ranks` what `headrace resize` asked for."""
 
     at: float
     version: int
@@ -22,6 +29,8 @@ class Reading:
     queue_bytes: int
     memory: int
     memory_limit: int
+    evaluation: EvalResult | None = None
+    wished_ranks: int | None = None
 
     def in_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -40,4 +49,39 @@ def read(broker: Broker) -> Reading:
         queue_bytes=broker.group_bytes(),
         memory=memory,
         memory_limit=limit,
+        evaluation=broker.evaluation().result,
+        wished_ranks=broker.wished_ranks(),
     )
+
+
+class Observer:
+    """Reads the run once a second in a thread of its own: an unreachable server must not stop who shows it.
+
+    Args:
+        connect: to the run's server; called in that thread, and the connection is closed with it.
+
+    Attributes:
+        latest: the last reading that could be made.
+    """
+
+    def __init__(self, connect: Callable[[], Broker]) -> None:
+        self.latest: Reading | None = None
+        self._connect = connect
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(2 * REFRESH_S)
+
+    def _run(self) -> None:
+        broker: Broker | None = None
+        while not self._stop.wait(REFRESH_S):
+            with suppress(HeadraceError):  # shown as a display that stands still; the members say what is wrong
+                broker = broker or self._connect()
+                self.latest = read(broker)
+        if broker is not None:
+            broker.close()

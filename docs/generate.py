@@ -63,7 +63,8 @@ _PROMETHEUS = """## Prometheus
 With `metrics.port` set every process serves `/metrics`, and for probes `/healthz` (it moves) and `/readyz` (it does
 what it is there for). `headrace up` gives the broker service the port, and each further process the next one, in the
 order in which it names them. In Kubernetes every pod has `metrics.port` for itself. vLLM's own families (`vllm:...`)
-stand beside the generator's. Values that are not known are missing, not 0.
+stand beside the generator's. Values that are not known are missing, not 0. Alerts on them are in
+[alerts.yaml](../k8s/headrace/files/alerts.yaml), each with a [run book](runbooks.md).
 
 The learner serves the latest record, too: `headrace_learner_<key>` for each key above, with `_seconds` for `_s`,
 `_ratio` for `_share` and `_per_second` for `_per_s`; `staleness_<n>` is the label of

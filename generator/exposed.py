@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from prometheus_client import CollectorRegistry
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -11,7 +12,7 @@ from broker import Member
 from common import catalogue
 from common.config import Config
 from common.exposition import expose
-from common.families import families, one_hot
+from common.families import Values, families, one_hot
 from common.health import Health
 
 _STATES = ("joining", "syncing", "serving", "draining")
@@ -26,6 +27,9 @@ class Exposed(Collector):
         config: the run.
         member: describes the generator, as its heartbeat does.
         update_seconds: parts of its last weight update.
+
+    Attributes:
+        vllm: where vLLM registers its own families; None: nowhere yet.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Exposed(Collector):
         self._config, self._member, self._update_seconds = config, member, update_seconds
         self._bound = config.staleness.sampling_lag
         self._learner_version, self._seen = 0, -1.0
+        self.vllm: CollectorRegistry | None = None
         self.health = Health(config.metrics.stalled_s)
         self.health.ready_when(self._unready)
 
@@ -45,6 +50,7 @@ class Exposed(Collector):
         from prometheus_client import REGISTRY
 
         REGISTRY.register(self)
+        self.vllm = REGISTRY
         close = expose(self._config.metrics, self.health, REGISTRY)
 
         def end() -> None:
@@ -80,7 +86,22 @@ class Exposed(Collector):
             "headrace_generator_prompts_in_flight": counters.get("in_flight", 0.0),
             "headrace_generator_update_seconds": dict(self._update_seconds()),
             "headrace_generator_updates_total": counters.get("updates", 0.0),
+            **({} if self.vllm is None else _vllm(self.vllm)),
             **{f"headrace_generator_{name}_total": counters.get(name, 0.0) for name in _COUNTED},
             **{f"headrace_generator_{name}_seconds_total": counters.get(f"{name}_s", 0.0) for name in _SECONDS},
         }
         yield from families(catalogue.GENERATOR, values, self._config.run.run_id)
+
+
+def _vllm(registry: CollectorRegistry) -> Values:
+    """What vLLM's own families say, under our names and with the run's id; nothing before its engine is up."""
+    names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+    # Restricted: collecting everything would collect us again.
+    found = {f.name: f.samples[0].value for f in registry.restricted_registry(names).collect() if f.samples}
+    if len(found) < len(names):
+        return {}
+    cache, running, waiting = (found[name] for name in names)
+    return {
+        "headrace_generator_kv_cache_ratio": cache,
+        "headrace_generator_sequences": {"running": running, "waiting": waiting},
+    }

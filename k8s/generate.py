@@ -3,6 +3,7 @@
     python -m k8s.generate
 
 - `headrace/files/users.acl`: the users of a run's own Valkey, from `broker.acl`;
+- `headrace/files/dashboards/*.json`: Grafana's dashboards, from `k8s.dashboards`;
 - `base/*.yaml`: the chart's manifests with default values, less what Kustomize does in its own way: the namespace, the
   ConfigMap of the run (whose name carries a hash instead of the pods' checksum), and Helm's own labels.
 
@@ -18,10 +19,11 @@ from pathlib import Path
 import yaml
 
 from broker.acl import ROLES, rules, user_name
-from k8s import chart
+from k8s import chart, dashboards
 
 HERE = Path(__file__).parent
 BASE = HERE / "base"
+FILES = HERE / "headrace" / "files"
 NAME = "headrace"
 
 
@@ -51,7 +53,11 @@ def base() -> Iterator[tuple[str, str]]:
 
 def files() -> dict[Path, str]:
     """Everything this script writes."""
-    return {HERE / "headrace" / "files" / "users.acl": users(), **{BASE / name: text for name, text in base()}}
+    return {
+        FILES / "users.acl": users(),
+        **{FILES / "dashboards" / f"{name}.json": dashboards.board(name) for name in dashboards.BOARDS},
+        **{BASE / name: text for name, text in base()},
+    }
 
 
 def _for_kustomize(text: str) -> str:
@@ -64,6 +70,6 @@ def _for_kustomize(text: str) -> str:
 
 if __name__ == "__main__":
     # The base holds the users, so they come first.
-    (HERE / "headrace" / "files" / "users.acl").write_text(users(), encoding="utf-8")
+    (FILES / "users.acl").write_text(users(), encoding="utf-8")
     for path, content in files().items():
         path.write_text(content, encoding="utf-8")

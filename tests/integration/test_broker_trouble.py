@@ -21,6 +21,7 @@ from valkey_helpers import DATA, Node, node, until
 from broker import Broker, BrokerFullError, Member, until_taken
 from broker.acl import ROLES, Role, rules, user_name
 from broker.elastic import Meeting
+from broker.reading import read
 from broker.records import EvalResult
 from common.cli import app
 from common.config import Config
@@ -311,6 +312,7 @@ def test_each_role_can_do_its_work_with_its_own_user(server: Node, users: dict[R
     # a reader
     assert reader.ledger().balanced and reader.queues().dead_letters == 2 and reader.version() == 1
     assert len(reader.members()) == 1 and reader.dead_letters()[0].error == "damaged"
+    assert read(reader).wished_ranks == 3 and read(service).version == 1  # `headrace top` and the service
     assert reader.evaluation().result == result and reader.finished()
     # an operator
     operator.resize(2)

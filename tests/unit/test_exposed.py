@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from broker import Member
 from common import catalogue
@@ -54,7 +54,14 @@ def test_generator_shows_its_member_and_is_ready_while_it_serves_an_accepted_ver
     assert "version 5, the learner is at 8" in exposed.health.ready.reason
     members.append(replace(members[-1], state="draining"))
     assert exposed.health.ready.reason == "draining" and exposed.health.live.ok
+    exposed.vllm = CollectorRegistry()
+    exposed.vllm.register(exposed)  # as in the process: one registry, which must not collect us from within
+    assert "headrace_generator_kv_cache_ratio" not in shown(exposed), "vLLM has not registered yet"
+    for name, value in (("kv_cache_usage_perc", 0.25), ("num_requests_running", 3), ("num_requests_waiting", 1)):
+        Gauge(f"vllm:{name}", "of vLLM", ["model_name", "engine"], registry=exposed.vllm).labels("m", "0").set(value)
     found = shown(exposed)
+    assert found["headrace_generator_kv_cache_ratio"] == 0.25
+    assert found["headrace_generator_sequences{running}"] == 3 and found["headrace_generator_sequences{waiting}"] == 1
     assert found["headrace_generator_state{draining}"] == 1 and found["headrace_generator_state{serving}"] == 0
     assert found["headrace_generator_tokens_total"] == 40 and found["headrace_generator_busy_seconds_total"] == 1.5
     assert found["headrace_generator_update_seconds{load}"] == 0.5 and found["headrace_generator_updates_total"] == 3
