@@ -57,11 +57,11 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xread", "events"),
         ("hset hget hmget hdel hgetall", "rounds"),
         ("hgetall del", "answers"),
-        ("xpending xrange memory|usage", "groups"),
+        ("xpending xrange xrevrange memory|usage", "groups"),
         ("zrange", "outstanding unsettled"),
         ("hget", "arrived"),
         ("hgetall", "expiries"),
-        ("xlen", "dead"),
+        ("xlen xrevrange", "dead"),
     ),
     "generator": (
         *_MEMBER,

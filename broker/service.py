@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +24,8 @@ from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
 from broker.feeder import Feeder
 from broker.hunger import observe
+from broker.page import Page
+from broker.pageguard import token_of
 from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
@@ -32,12 +36,15 @@ from common.exposition import expose
 from common.health import Health
 from common.log import Logger
 
+LINGER_S = 30.0  # as long as `headrace up` waits for generators
+
 
 class Watch:
-    """The service's latest reading of the run, and the port that shows it."""
+    """The service's latest reading of the run, and the port and the page that show it."""
 
     def __init__(self, config: Config) -> None:
         self.reading: Reading | None = None
+        self.page: Page | None = None
         limits = Limits(config.autoscale.min, config.autoscale.max, config.autoscale.headroom)
         self._config, self._scaler = config, Autoscaler(limits, config.learner.groups_per_step, limits.minimum)
         self.health = Health(config.metrics.stalled_s)
@@ -47,7 +54,7 @@ class Watch:
 
     def look(self, broker: Broker) -> None:
         """Read the run anew, where anybody can see it: it takes a dozen commands."""
-        if self._config.metrics.port is None:
+        if self._config.metrics.port is None and self.page is None:
             return
         first, self.reading = self.reading is None, read(broker)
         if first:  # of a service that was started again: what is there stays
@@ -55,6 +62,33 @@ class Watch:
         self._scaler.observe(observe(self._config, self.reading.members, self.reading.queues, self.reading.at))
         self.health.beat()
         self.health.ready_when(lambda: "")
+        if self.page is not None:
+            self.page.show(broker, self.reading)
+
+    def linger(self, broker: Broker, stop: threading.Event) -> None:
+        """Of a run that is finished: while somebody looks at the page, show how the generators leave, then the end."""
+        if self.page is None:
+            return
+        deadline = time.monotonic() + LINGER_S
+        while self.page.viewers and not stop.is_set() and time.monotonic() < deadline:
+            self.look(broker)
+            if self.reading is None or not self.reading.in_role("generator"):
+                break
+            stop.wait(broker.config.broker.heartbeat_s)
+        self.page.show(broker, read(broker), finished=True)
+
+    @contextmanager
+    def showing(self, decode: Callable[[Sequence[int]], str], log: Logger) -> Iterator[None]:
+        """Serve the page meanwhile, where it is wanted. ConfigError as `Page`."""
+        if not self._config.page.enabled or self._config.page.port is None:
+            yield
+            return
+        self.page = Page(self._config, decode, log)
+        try:
+            yield
+        finally:
+            page, self.page = self.page, None
+            page.close()
 
     def __enter__(self) -> None:
         self._close = self._open()
@@ -74,6 +108,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
         HeadraceError: the source cannot be opened, or the server is gone for longer than `broker.reconnect_s`.
     """
     log = logging.setup(config.run.run_id, "broker")
+    if config.page.enabled and config.page.port is not None:
+        token_of(config.page)  # before anything is taken
     broker = Broker.connect(config)
     watch = Watch(config)
     with stop_signal(stopping) as stop, watch:
@@ -84,7 +120,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             if config.eval is not None and config.eval.every:
                 source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
                 evaluator = Evaluator(broker, config.eval, source, log)
-            with hosting(broker, config, log):
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            with hosting(broker, config, log), watch.showing(decode, log):
                 _serve(broker, feeder, evaluator, watch, stop, log)
         finally:
             broker.close()
@@ -124,6 +161,7 @@ def _serve(
         stale = stale and finished
         if finished and not stale:
             log.info("the run is finished")
+            watch.linger(broker, stop)
             break
         stop.wait(broker.config.broker.heartbeat_s)
     stop.set()

@@ -24,6 +24,7 @@ from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
 from common.config_objective import OptimizerConfig as OptimizerConfig
+from common.config_page import PageConfig as PageConfig
 from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -319,6 +320,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    page: PageConfig = PageConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     eval: EvalConfig | None = None
 
