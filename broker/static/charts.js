@@ -1,7 +1,7 @@
 // Curves over policy versions or time, drawn by uPlot in the page's own colours.
 
 /* global uPlot */
-import { element } from "./format.js";
+import { clock, element } from "./format.js";
 
 // title, what it means, and the lines: [key, label, colour]
 const CHARTS = [
@@ -59,6 +59,7 @@ export class Curves {
     const place = element("div", { class: "plot" });
     this.box.append(element("figure", {}, element("figcaption", {}, element("b", {}, title), " ", element("small", {}, unit)), place));
     const inTime = source === "flow" || this.axis === "time_s";
+    const xText = (x) => x === undefined ? "–" : source === "flow" ? clock(x) : inTime ? timeTick(x) : String(x);
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const options = {
       width: Math.max(place.clientWidth, 200),
@@ -66,17 +67,18 @@ export class Curves {
       cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: source === "flow" ? undefined : { key: "records" } },
       scales: { x: { time: source === "flow" }, y: { range: (_, low, high) => padded(low, high) } },
       series: [
-        { label: source === "flow" ? "at" : inTime ? "s" : "version" },
+        { label: source === "flow" ? "at" : inTime ? "after" : "version", value: (plot, value, _, index) => xText(plot.data[0][index ?? plot.data[0].length - 1]) },
         ...lines.map(([, label, number]) => ({
           label, stroke: colour(`--series-${number}`), width: 1.75, spanGaps: true,
-          points: { show: (plot) => plot.data[0].length < 3, size: 5 }, value: (_, value) => brief(value),
+          points: { show: (plot) => plot.data[0].length < 3, size: 5 },
+          value: (plot, value, line, index) => brief(index === null ? plot.data[line][plot.data[line].length - 1] : value),
         })),
       ],
       axes: [
-        { ...axis, size: 28, ...(source === "flow" ? {} : { values: (_, ticks) => ticks.map((tick) => inTime ? timeTick(tick) : Number.isInteger(tick) ? tick : "") }) },
+        { ...axis, size: 28, space: source === "flow" ? 70 : 50, values: (_, ticks) => ticks.map((tick) => source !== "records" || inTime || Number.isInteger(tick) ? xText(tick) : "") },
         { ...axis, size: 44, values: (_, ticks) => ticks.map(brief) },
       ],
-      legend: { live: true },
+      legend: { live: true, markers: { width: 0, fill: (plot, line) => plot.series[line].stroke() } },
     };
     const plot = new uPlot(options, [[], ...lines.map(() => [])], place);
     const columns = (history, x) => {
@@ -110,7 +112,7 @@ function brief(value) {
 }
 
 function timeTick(seconds) {
-  if (seconds < 120) return `${seconds} s`;
+  if (seconds < 120) return `${Math.round(seconds)} s`;
   if (seconds < 7200) return `${+(seconds / 60).toFixed(1)} min`;
   return `${+(seconds / 3600).toFixed(1)} h`;
 }

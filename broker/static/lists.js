@@ -25,10 +25,8 @@ export function drawTiles(box, s) {
   tile(box, "staleness", decimal(record.staleness_mean), s.record ? `oldest ${count(record.staleness_max)} of ${count(s.max_staleness)} versions` : "",
     record.staleness_max >= s.max_staleness && s.max_staleness > 0 ? "near" : "");
   tile(box, "lag", `${decimal(s.lag_steps, 1)} steps`, `oldest group ${duration(s.oldest_s)}`);
-  tile(box, "sampled", s.tokens_per_s === null ? "–" : `${count(s.tokens_per_s)} tok/s`,
-    s.record ? `generators busy ${percent(record.generator_busy_share)}` : "");
-  tile(box, "learner", s.record ? `${count(record.tokens_per_s)} tok/s` : "–",
-    s.record ? `waits ${percent(record.learner_wait_share)} of its time` : "");
+  tile(box, "sampled tokens/s", count(s.tokens_per_s), s.record ? `generators busy ${percent(record.generator_busy_share)}` : "");
+  tile(box, "trained tokens/s", count(record.tokens_per_s), s.record ? `learner waits ${percent(record.learner_wait_share)}` : "");
   tile(box, "behind", `${count(s.behind)} version${s.behind === 1 ? "" : "s"}`, "the slowest generator");
   tile(box, "Redis", bytes(s.memory), s.memory_limit ? `of ${bytes(s.memory_limit)}; groups ${bytes(s.queue_bytes)}` : `groups ${bytes(s.queue_bytes)}`,
     s.memory_limit && s.memory > 0.8 * s.memory_limit ? "bad" : "");
@@ -55,18 +53,31 @@ export function drawMembers(table, s) {
     element("tbody", {}, ...rows));
 }
 
-let samplesSeen = "";
+const groupsShown = new Map();
 
 export function drawSamples(box, groups) {
-  const key = groups.map((group) => group.id).join(" ");
-  if (!groups.length || key === samplesSeen) return; // what one is reading stays where it is
-  samplesSeen = key;
-  box.replaceChildren(...groups.map((group) => element("article", { class: "group" },
-    element("header", {},
+  if (!groups.length) return;
+  const nodes = groups.map((group) => groupsShown.get(group.id) ?? sample(group));
+  groupsShown.clear();
+  groups.forEach((group, index) => {
+    groupsShown.set(group.id, nodes[index]);
+    // The newest is open, and what somebody has opened to read stays so.
+    if (!nodes[index].dataset.touched) nodes[index].open = index === 0;
+  });
+  if (nodes.length !== box.children.length || nodes.some((node, index) => node !== box.children[index])) {
+    box.replaceChildren(...nodes);
+  }
+}
+
+function sample(group) {
+  const node = element("details", { class: "group" },
+    element("summary", {},
       element("span", {}, `group ${group.id}`), element("span", {}, group.generator), element("span", {}, clock(group.at))),
     element("pre", { class: "prompt" }, group.prompt),
     ...group.answers.map(answer),
-    group.size > group.answers.length ? element("p", { class: "muted" }, `${group.size - group.answers.length} more in between`) : null)));
+    group.size > group.answers.length ? element("p", { class: "muted" }, `${group.size - group.answers.length} more in between`) : null);
+  node.firstChild.addEventListener("click", () => { node.dataset.touched = "1"; });
+  return node;
 }
 
 function answer(each) {

@@ -71,7 +71,8 @@ function drawStatus() {
 }
 
 async function refresh() {
-  if (state.fetching || (document.hidden && !state.snapshot?.finished)) return;
+  const lost = performance.now() - state.alive > 1000 * OLD_S;
+  if (state.fetching || ((lost || document.hidden) && !state.snapshot?.finished)) return;
   state.fetching = true;
   try {
     const [history, samples] = await Promise.all(["history", "samples"].map(async (path) => {
