@@ -43,7 +43,7 @@ export function drawMembers(table, s) {
   const rows = s.members.map((m) => element("tr", {},
     element("th", { scope: "row" }, m.id),
     element("td", {}, element("span", { class: `state ${m.state}` }, m.state)),
-    element("td", { class: m.role === "generator" && m.version < s.version ? "number near" : "number" }, count(m.version)),
+    element("td", { class: m.role === "generator" && m.version < s.version ? "number near" : "number" }, m.version < 0 ? "" : count(m.version)),
     element("td", { class: "number" }, m.tokens_per_s === null ? "" : count(m.tokens_per_s)),
     element("td", { class: "number" }, m.in_flight === null ? "" : count(m.in_flight)),
     element("td", { class: "number" }, `${decimal(m.seen_s, 1)} s`)));
