@@ -41,20 +41,18 @@ function build(flow, budget) {
   shown.set("label", { number: label });
 }
 
-function bump(entry, text) {
-  if (entry.number.textContent === text) return;
-  entry.number.textContent = text;
-  entry.box.classList.remove("changed");
-  void entry.box.offsetWidth; // starts the animation anew
-  entry.box.classList.add("changed");
+function put(entry, text) {
+  entry.box.classList.toggle("changed", entry.number.textContent !== text && entry.number.textContent !== "–");
+  setText(entry.number, text);
 }
 
 export function drawFlow(flow, budget, snapshot) {
   if (!flow.firstChild) build(flow, budget);
   const { stations, rates } = snapshot;
+  flow.classList.toggle("moved");
   for (const [key, value] of Object.entries(stations)) {
     const entry = shown.get(key);
-    if (entry) bump(entry, count(value));
+    if (entry) put(entry, count(value));
   }
   for (const station of STATIONS) {
     if (station.rate) setText(shown.get(station.key).speed, rate(rates[station.rate]));
