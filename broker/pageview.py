@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from broker.progress import MetricsTail
-from broker.reading import Reading, Speed, speeds
-from broker.records import DeadLetter, Ledger
+from broker.reading import Reading
+from broker.records import DeadLetter, Ledger, Member
 from common.config import Config
 from common.trajectory import Group, Prompt, Response
 
@@ -106,7 +106,7 @@ class View:
         self._records, self._flow = Curves(RECORD_KEYS), Curves(FLOW_KEYS)
         self._record: dict[str, Any] = {}
         self._last: Reading | None = None
-        self._speeds: dict[str, Speed] = {}
+        self._counted: dict[str, deque[tuple[float, float]]] = {}  # of a process: (wall_s, tokens), lately
         self._ledgers: deque[tuple[float, Ledger]] = deque()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._groups: dict[str, dict[str, Any]] = {}
@@ -117,7 +117,8 @@ class View:
         with self._lock:
             self._read_records()
             self._compare(self._last, reading, letters)
-            self._speeds = speeds(self._speeds, reading)
+            generators = reading.in_role("generator")
+            self._counted = {m.incarnation: self._count(m) for m in generators}
             snapshot = self._snapshot(reading, finished)
             self._flow.add({**snapshot["stations"], **snapshot})
             self._last = reading
@@ -191,7 +192,8 @@ class View:
         generators = reading.in_role("generator")
         serving = [member.version for member in generators if member.state == "serving"]
         oldest = reading.unfinished.outstanding
-        per_s = [speed.per_s for speed in self._speeds.values() if speed.per_s is not None]
+        speeds = {process: _slope(counted) for process, counted in self._counted.items()}
+        per_s = [speed for speed in speeds.values() if speed is not None]
         return {
             "run": config.run.run_id,
             "at": time.time() - (time.monotonic() - reading.at),
@@ -217,13 +219,23 @@ class View:
             "members": [
                 {
                     "id": member.id, "role": member.role, "state": member.state, "version": member.version,
-                    "tokens_per_s": speed.per_s if (speed := self._speeds.get(member.incarnation)) else None,
+                    "tokens_per_s": speeds.get(member.incarnation),
                     "in_flight": member.counters.get("in_flight"), "seen_s": member.age_s,
                 }
                 for member in sorted(reading.members, key=lambda member: (member.role != "generator", member.id))
             ],
             "events": list(self._events)[::-1],
         }  # fmt: skip
+
+    def _count(self, member: Member) -> deque[tuple[float, float]]:
+        """What the process had sampled at its heartbeats of the last `_RATE_S`: answers count when they end, in bursts."""
+        counted = self._counted.get(member.incarnation, deque())
+        wall_s = member.counters.get("wall_s", 0.0)
+        if not counted or wall_s > counted[-1][0]:
+            counted.append((wall_s, member.counters.get("tokens", 0.0)))
+        while len(counted) > 2 and counted[1][0] <= wall_s - _RATE_S:
+            counted.popleft()
+        return counted
 
     def _rates(self, reading: Reading) -> dict[str, float]:
         """Groups a second over the last `_RATE_S`, by what happened to them."""
@@ -274,6 +286,13 @@ def stations(reading: Reading) -> dict[str, int]:
         "trained": ledger.trained, "settled": ledger.settled, "filtered": ledger.filtered, "expired": ledger.expired,
         "dead": ledger.dead,
     }  # fmt: skip
+
+
+def _slope(counted: Sequence[tuple[float, float]]) -> float | None:
+    if len(counted) < 2:
+        return None
+    (began, before), (now, after) = counted[0], counted[-1]
+    return (after - before) / (now - began)
 
 
 def _number(value: Any) -> float | None:

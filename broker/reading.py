@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,30 +52,6 @@ def read(broker: Broker) -> Reading:
         evaluation=broker.evaluation().result,
         wished_ranks=broker.wished_ranks(),
     )
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Tokens a second that a process sampled between its last two heartbeats, None before the second one; and what the
-    later one counted."""
-
-    tokens: float
-    wall_s: float
-    per_s: float | None = None
-
-
-def speeds(before: Mapping[str, Speed], reading: Reading) -> dict[str, Speed]:
-    """Of every generator's process (`Member.incarnation`), given those at the reading before."""
-    return {m.incarnation: _speed(before.get(m.incarnation), m) for m in reading.in_role("generator")}
-
-
-def _speed(before: Speed | None, member: Member) -> Speed:
-    tokens, wall_s = (member.counters.get(name, 0.0) for name in ("tokens", "wall_s"))
-    if before is None:
-        return Speed(tokens, wall_s)
-    if wall_s <= before.wall_s:  # no heartbeat since
-        return before
-    return Speed(tokens, wall_s, (tokens - before.tokens) / (wall_s - before.wall_s))
 
 
 class Observer:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.progress import MetricsTail
-from broker.reading import REFRESH_S, Reading, Speed, read, speeds
+from broker.reading import REFRESH_S, Reading, read
 from broker.records import DeadLetter, Member
 from broker.store import Broker
 from common.errors import HeadraceError
@@ -40,13 +40,20 @@ _HELP = "up/down select   d drain   l dead letters   q quit"
 _STYLES = {"serving": "green", "draining": "yellow"}
 
 
+@dataclass(frozen=True)
+class _Speed:
+    tokens: float
+    wall_s: float
+    per_s: float | None = None
+
+
 @dataclass
 class State:
     """What is on the screen. `speeds`: of a process its tokens a second between the last two heartbeats, and what the
     later one counted; `drain` is the generator that the next `d` asks to leave; `error` why nothing is new."""
 
     reading: Reading | None = None
-    speeds: dict[str, Speed] = field(default_factory=dict)
+    speeds: dict[str, _Speed] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     letters: list[DeadLetter] = field(default_factory=list)
     shows_letters: bool = False
@@ -107,7 +114,7 @@ class Top:
 
     def _look(self) -> None:
         state, reading = self.state, read(self._broker)
-        state.speeds = speeds(state.speeds, reading)
+        state.speeds = {m.incarnation: _speed(state.speeds.get(m.incarnation), m) for m in reading.in_role("generator")}
         state.reading = reading
         state.letters = self._broker.dead_letters(_LETTERS) if state.shows_letters else []
         for record in self._tail.read():
@@ -214,6 +221,15 @@ def _members(state: State, room: int) -> Table:
             style="reverse" if chosen else "",
         )  # fmt: skip
     return table
+
+
+def _speed(before: _Speed | None, member: Member) -> _Speed:
+    tokens, wall_s = (member.counters.get(name, 0.0) for name in ("tokens", "wall_s"))
+    if before is None:
+        return _Speed(tokens, wall_s)
+    if wall_s <= before.wall_s:  # no heartbeat since
+        return before
+    return _Speed(tokens, wall_s, (tokens - before.tokens) / (wall_s - before.wall_s))
 
 
 def _letters(letters: list[DeadLetter]) -> RenderableType:

@@ -4,9 +4,9 @@ import { count, element, rate, setText } from "./format.js";
 
 const STATIONS = [
   { key: "released", name: "released", note: "prompts, in all", rate: "released", kind: "total" },
-  { key: "waiting", name: "waiting", note: "prompts in Redis", kind: "now" },
-  { key: "in_flight", name: "in flight", note: "at generators", kind: "now", out: [["filtered", "all alike"], ["dead", "given up"]] },
-  { key: "queued", name: "queued", note: "groups in Redis", rate: "submitted", kind: "now", out: [["expired", "too old"]] },
+  { key: "waiting", name: "waiting", note: "prompts", kind: "now" },
+  { key: "in_flight", name: "in flight", note: "sampled", kind: "now", out: [["filtered", "all alike"], ["dead", "given up"]] },
+  { key: "queued", name: "queued", note: "groups", rate: "submitted", kind: "now", out: [["expired", "too old"]] },
   { key: "learner", name: "learner", note: "in the batch", kind: "now" },
   { key: "trained", name: "trained", note: "groups, in all", rate: "trained", kind: "total" },
   { key: "settled", name: "settled", note: "durable", kind: "total" },

@@ -84,7 +84,7 @@ def run(tmp_path: Path, tiny_model: Path) -> Iterator[tuple[Config, Up]]:
     del tree["eval"]
     tree["run"] = {"name": "tiny", "id": "tiny-page", "dir": str(tmp_path)}
     tree["model"]["path"] = str(tiny_model)
-    tree["learner"] |= {"max_steps": 30, "snapshot_every": 5, "checkpoint_every": 30}
+    tree["learner"] |= {"max_steps": 20, "snapshot_every": 5, "checkpoint_every": 20}
     config = Config.model_validate(tree)
     up = Up(config, tmp_path / "run.yaml")
     try:
@@ -168,7 +168,7 @@ def test_page_of_a_real_run(run: tuple[Config, Up], browser: Any) -> None:
     assert desktop.locator("#samples script").count() == 0 and "broken in" not in desktop.title()
 
     if folder := os.environ.get("HEADRACE_SCREENSHOTS"):
-        until(desktop, "curves worth a picture", lambda: number(desktop, "trained") >= 72)
+        until(desktop, "curves worth a picture", lambda: number(desktop, "trained") >= 44)
         for name, page in (("page", desktop), ("page-phone", phone), ("page-dark", dark)):
             page.screenshot(path=Path(folder) / f"{name}.png")
     for page in (phone, dark):
