@@ -228,7 +228,7 @@ class View:
         }  # fmt: skip
 
     def _count(self, member: Member) -> deque[tuple[float, float]]:
-        """What the process had sampled at its heartbeats of the last `_RATE_S`: answers count when they end, in bursts."""
+        """What the process had sampled at its heartbeats of the last `_RATE_S`: answers count as they end."""
         counted = self._counted.get(member.incarnation, deque())
         wall_s = member.counters.get("wall_s", 0.0)
         if not counted or wall_s > counted[-1][0]:
