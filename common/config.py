@@ -25,6 +25,7 @@ from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
 from common.config_objective import OptimizerConfig as OptimizerConfig
 from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from common.config_tracking import TrackingConfig as TrackingConfig
 
 
 class RunConfig(Section):
@@ -319,6 +320,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracking: TrackingConfig = TrackingConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     eval: EvalConfig | None = None
 

@@ -1,4 +1,5 @@
-"""Where a run's metrics go: `metrics.jsonl` in the run folder, TensorBoard, or anything with the same two methods."""
+"""Where a run's metrics go: `metrics.jsonl` in the run folder, trackers (`common.tracking`), or anything with the same
+two methods."""
 
 from __future__ import annotations
 
@@ -29,21 +30,3 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoardSink:
-    """TensorBoard scalars under `train/`, or another prefix. A folder takes one process: of several that write at once
-    TensorBoard would read but one."""
-
-    def __init__(self, folder: Path, prefix: str = "train") -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer, self._prefix = SummaryWriter(str(folder)), prefix
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(f"{self._prefix}/{name}", value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
