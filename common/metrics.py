@@ -18,10 +18,14 @@ class MetricSink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step."""
+    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step. Half a line that a
+    full disk left at the end is taken away, or the next record would be lost with it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

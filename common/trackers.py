@@ -18,6 +18,9 @@ from common.config import Config
 from common.config_tracking import TrackerName
 from common.metrics import MetricSink
 
+# W&B's own deadlines: for its first contact, and, also when the process ends, for what is not sent by then.
+_LOGIN_S, _LAST_S = 30.0, 8.0
+
 
 @dataclass(frozen=True)
 class Target:
@@ -77,6 +80,7 @@ class Wandb:
     """A W&B run whose id is ours, so that it goes on where it was. Offline it lies in `tracking/wandb/`."""
 
     def __init__(self, target: Target) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")  # the setting comes too late for a line that shows the server's URL
         import wandb
 
         tracking = target.config.tracking
@@ -91,7 +95,9 @@ class Wandb:
             dir=str(target.folder),
             config=target.parameters(),
             mode="offline" if tracking.offline else None,  # None: as WANDB_MODE says
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off", disable_git=True, save_code=False, init_timeout=_LOGIN_S, finish_timeout=_LAST_S
+            ),
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -105,6 +105,8 @@ class Background:
                     self._remember(step)
             sink.close()
         except (Exception, SystemExit) as error:  # a package that gives up like a program
+            if self._off:  # given up before it gave up
+                return
             self._off = True
             reason = without_secrets(f"{type(error).__name__}: {error}", os.environ)
             self._log.warning("tracker %s is off from now on: %s", self._name, " ".join(reason.split())[:500])
