@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, show a
 
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder that holds a folder per run.")]
 _SHOWN = ("raw_accuracy", "grad_norm", "staleness_mean", "staleness_max", "tokens_per_s", "step_s", "learner_wait_share")
-_TROUBLE = re.compile(r"^\S+(?: \S+)? [WEC] run=")  # of common.log's lines those that somebody should read
+_TROUBLE = re.compile(r"^\S+ [WEC] run=")  # of common.log's lines those that somebody should read
 _TROUBLES = 5
 
 

@@ -72,8 +72,11 @@ def code() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Name and version of every installed distribution, by name."""
-    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    """Name and version of every installed distribution, by name; of one that is there twice that which is imported."""
+    found: dict[str, str] = {}
+    for each in metadata.distributions():
+        if name := each.metadata["Name"]:  # None: a broken installation left its folder
+            found.setdefault(name, each.version)
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

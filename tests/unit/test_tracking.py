@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import sqlite3
+import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +201,6 @@ def test_every_tracker_of_the_configuration_has_a_kind() -> None:
 
 # --- the packages themselves, where they are installed
 
-Read = Callable[[Path], dict[str, list[tuple[int, float]]]]
-
-
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -223,30 +224,52 @@ def read_mlflow(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_trackio(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    api = pytest.importorskip("trackio").Api()
+    with contextlib.closing(sqlite3.connect(folder / "tracking" / "headrace.db")) as database:
+        rows = [
+            (json.loads(text), step) for text, step in database.execute("SELECT metrics, step FROM metrics ORDER BY id")
+        ]
+    names = {name for values, _ in rows for name in values}
+    return {name: [(step, values[name]) for values, step in rows if name in values] for name in names}
+
+
+def read_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """From the offline runs' files: a header of 7 bytes, then records of CRC, length, kind and a protobuf message."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     found: dict[str, list[tuple[int, float]]] = {}
-    for run, name in (("test-1", "train/loss"), ("test-1-eval", "eval/loss")):
-        (one,) = [each for each in api.runs("headrace") if each.name == run]
-        found[name] = [(each["step"], each["value"]) for each in one.history(name)]
+    for file in sorted((folder / "tracking" / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
+        data, at = file.read_bytes(), 7
+        while at + 7 <= len(data):
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            assert kind == 1, "a record in several parts: the file is larger than this test expects"
+            record = proto.Record.FromString(data[at + 7 : at + 7 + length])
+            at += 7 + length
+            for item in record.history.item if record.HasField("history") else ():
+                name = item.key or "/".join(item.nested_key)
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append((record.history.step.num, float(item.value_json)))
     return found
 
 
-@pytest.mark.parametrize("name, read", [("tensorboard", read_tensorboard), ("mlflow", read_mlflow)])
+READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_real_tracker_holds_every_step_once_after_a_resume(
-    tmp_path: Path, name: str, read: Read, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    config = configured(tmp_path, trackers=[name], offline=True)
+    monkeypatch.setenv("TRACKIO_DIR", str(config.run.folder / "tracking"))
     pytest.importorskip(name)
     if name == "mlflow":
         pytest.importorskip("sqlalchemy")
     monkeypatch.setattr(tracking, "CLOSE_S", 60.0)
-    config = configured(tmp_path, trackers=[name], offline=True)
     for part, first, last in (("train", 1, 3), ("train", 3, 5), ("eval", 2, 2)):
         sink = Trackers(Target(config, part, first, {"commit": "abc"}), LOG)
         for step in range(first, last + 1):
             sink.write(step, {"loss": float(step)})
         sink.close()
     assert warnings(caplog) == []
-    assert read(config.run.folder) == {
+    assert READERS[name](config.run.folder) == {
         "train/loss": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)],
         "eval/loss": [(2, 2.0)],
     }
