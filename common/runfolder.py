@@ -178,7 +178,8 @@ def named(run: str, folder: Path) -> Run:
         if (path / environment.CONFIG).is_file():
             return Run(path)
     known = ", ".join(each.id for each in find(folder)[:5]) if folder.is_dir() else ""
-    raise ConfigError(f"RUN: {run!r} is no run's folder, nor an id in {folder}; expected one of: {known or 'none there'}")
+    expected = f"expected one of: {known}" if known else "there is none"
+    raise ConfigError(f"RUN: {run!r} is no run's folder, nor an id in {folder}; {expected}")
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Target:
     Attributes:
         config: the run.
         part: `train` or `eval`, put before the names of metrics. Each is written by a process of its own, and a process
-            needs a run of its own in every tracker: that of `eval` is named `<run id>-eval`, in one group with the other.
+            needs a run of its own in every tracker: that of `eval` is `<run id>-eval`, in one group with the other.
         first: the first step that will be written; a resumed run takes back steps from there on.
         about: what else to show with the run, flat: code version, platform.
     """
@@ -80,7 +80,7 @@ class Wandb:
     """A W&B run whose id is ours, so that it goes on where it was. Offline it lies in `tracking/wandb/`."""
 
     def __init__(self, target: Target) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")  # the setting comes too late for a line that shows the server's URL
+        os.environ.setdefault("WANDB_SILENT", "true")  # as a setting it comes too late for a line with the server's URL
         import wandb
 
         tracking = target.config.tracking

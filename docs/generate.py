@@ -50,8 +50,8 @@ A run keeps everything in `<run.dir>/<run id>/`, `runs/<run id>/` by default, an
 
 {layout}
 
-`config.yaml` and `environment.json` hold no passwords and no environment variables: a password is named by its file, and
-logging in to a tracker is left to its own package.
+`config.yaml` and `environment.json` hold no passwords and no environment variables: a password is named by its file,
+and logging in to a tracker is left to its own package.
 
 A checkpoint or snapshot is a folder of its own:
 
@@ -68,19 +68,19 @@ A checkpoint or snapshot is a folder of its own:
                                                  checkpoints, warnings and errors of the logs
     headrace runs compare RUN... [--metric KEY] [--x step|tokens|wall] [--output report.html]
 
-They read folders only, so they work on runs that are over and on copies. RUN is a folder, or an id in DIR (`runs`). States
-are told from the files:
+They read folders only, so they work on runs that are over and on copies. RUN is a folder, or an id in DIR (`runs`).
+States are told from the files:
 
 {states}
 
-`compare` draws each `--metric` (by default the reward, the accuracy over all that was sampled, the length of answers and the
-entropy) over each `--x`: steps, response tokens trained on, hours of training, those before a resume included. The file
-ends with `.png`, or with `.html`: one page with the figures inside, the last values, and where the configurations differ.
-It needs matplotlib: `pip install 'headrace[report]'`.
+`compare` draws each `--metric` (by default the reward, the accuracy over all that was sampled, the length of answers
+and the entropy) over each `--x`: steps, response tokens trained on, hours of training, those before a resume included.
+The file ends with `.png`, or with `.html`: one page with the figures inside, the last values, and where the
+configurations differ. It needs matplotlib: `pip install 'headrace[report]'`.
 
-A run that crashed and resumed has some steps twice in `metrics.jsonl`. The later record counts, and takes back everything
-that was recorded from its step on. A last line without its end is left out; any other line that is no record is an error
-that names file and line.
+A run that crashed and resumed has some steps twice in `metrics.jsonl`. The later record counts, and takes back
+everything that was recorded from its step on. A last line without its end is left out; any other line that is no
+record is an error that names file and line.
 """
 
 

@@ -115,7 +115,7 @@ class TestFleet:
 
     def test_folder_holds_what_the_docs_say(self, fleet: Fleet) -> None:
         known = {path.split("/")[0] for path in LAYOUT}
-        assert {path.name for path in fleet.folder.iterdir()} == known - {"tracking"}  # no tracker that needs it
+        assert {path.name for path in fleet.folder.iterdir()} == known - {"tracking", "snapshots"}  # it had nothing for them
         (environment,) = json.loads((fleet.folder / "environment.json").read_text())
         assert environment["packages"]["torch"]
 
