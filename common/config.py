@@ -282,8 +282,9 @@ class WeightsConfig(Section):
     )
     staging: bool = Field(
         True,
-        description="on: generators receive and load beside sampling, in memory for one more copy of the weights, and "
-        "pause to change over; off: they pause for the whole transfer, in memory for a few buckets. nccl: always off.",
+        description="on: generators receive and load beside sampling, in memory for two more copies of the weights, "
+        "and pause to change over; off: they pause for the whole transfer, with memory for a few buckets. nccl: "
+        "always off.",
     )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."
