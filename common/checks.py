@@ -1,4 +1,4 @@
-"""Start-up checks of what every room uses: the packages that experiment trackers need."""
+"""Start-up checks of what every room uses: the packages that trackers and traces need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ _TRACKIO_REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where a tracker cannot be used here."""
+    """Raises ConfigError where a tracker, or what sends traces, cannot be used here."""
     _check_trackers(config.tracking)
+    if config.tracing.endpoint is not None and importlib.util.find_spec("opentelemetry") is None:
+        raise ConfigError(
+            f"tracing.endpoint: {config.tracing.endpoint!r} needs a package that is not installed; "
+            "run: pip install 'headrace[tracing]'"
+        )
 
 
 def _check_trackers(tracking: TrackingConfig) -> None:
