@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from common.config import AutoscaleConfig
+
 STEP_WEIGHT = 1 / 4  # of the newest step in the learner's rate
 RATE_S = 300.0  # time constant of the generators' rate
 STARVED_S = 600.0  # window of the share of time the learner waited
@@ -30,21 +32,6 @@ TRIM_S = 1200.0  # in which the trim brings the backlog to its target
 TRIM_MAX = 0.25
 CALM_STARVED = 0.03
 CALM_CHANGE = 0.25
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the wish is clamped to, and the headroom h: above 1 the learner waits less, below 1 generators do."""
-
-    minimum: int
-    maximum: int
-    headroom: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.maximum:
-            raise ValueError(f"minimum {self.minimum}, maximum {self.maximum}; expected 1 <= minimum <= maximum")
-        if not 0.95 <= self.headroom <= 1.05:
-            raise ValueError(f"headroom is {self.headroom}; expected 0.95 to 1.05")
 
 
 @dataclass(frozen=True)
@@ -99,12 +86,12 @@ class Autoscaler:
     """Call `observe` every few seconds (15 is usual); `wish` is always there.
 
     Args:
-        limits: bounds and headroom.
+        limits: what the wish is clamped to, and the headroom h.
         batch: groups per optimizer step.
         start: generators wanted before anything is known.
     """
 
-    limits: Limits
+    limits: AutoscaleConfig
     batch: int
     start: int
     wish: Wish = field(init=False)
@@ -138,7 +125,7 @@ class Autoscaler:
         base = self.limits.headroom * (self.batch / step_s) / self._rate
         bound = TRIM_MAX * base
         trim = min(bound, max(-bound, (1.5 * span - now.backlog) / (self._rate * TRIM_S)))
-        want = min(float(self.limits.maximum), max(float(self.limits.minimum), base + trim))
+        want = min(float(self.limits.max), max(float(self.limits.min), base + trim))
         count = len(now.generators)
         fed = starved < CALM_STARVED and 0.5 * span < now.backlog < 0.8 * now.capacity
         held = fed and abs(want - count) < max(1.0, CALM_CHANGE * count)
@@ -147,7 +134,7 @@ class Autoscaler:
         return self.wish
 
     def _clamped(self, want: float) -> int:
-        return min(self.limits.maximum, max(self.limits.minimum, math.ceil(want - 1e-9)))
+        return min(self.limits.max, max(self.limits.min, math.ceil(want - 1e-9)))
 
     def _learn_rate(self, before: Observation, now: Observation) -> None:
         """Groups per unblocked second of the generators that were there both times."""

@@ -16,7 +16,7 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry
 
-from broker.autoscale import Autoscaler, Limits
+from broker.autoscale import Autoscaler
 from broker.elastic import hosting
 from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
@@ -39,8 +39,8 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.reading: Reading | None = None
-        limits = Limits(config.autoscale.min, config.autoscale.max, config.autoscale.headroom)
-        self._config, self._scaler = config, Autoscaler(limits, config.learner.groups_per_step, limits.minimum)
+        scaler = Autoscaler(config.autoscale, config.learner.groups_per_step, config.autoscale.min)
+        self._config, self._scaler = config, scaler
         self.health = Health(config.metrics.stalled_s)
         registry = CollectorRegistry()
         registry.register(RunCollector(config, lambda: self.reading, lambda: self._scaler.wish.generators))
