@@ -25,6 +25,8 @@ from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
 from common.config_objective import OptimizerConfig as OptimizerConfig
 from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from common.config_tracing import TracingConfig as TracingConfig
+from common.config_tracking import TrackingConfig as TrackingConfig
 
 
 class RunConfig(Section):
@@ -320,6 +322,8 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    tracing: TracingConfig = TracingConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     eval: EvalConfig | None = None
 
