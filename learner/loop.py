@@ -268,10 +268,12 @@ class Learner:
         return [step for step in steps if step.tokens]
 
     def _shares(self, steps: list[Step], save: bool) -> list[Share]:
-        """One share per rank: for every optimizer step its packs."""
-        world = dist.get_world_size()
-        plans = [plan(step, world, self.config.learner.micro_batch_tokens) for step in steps]
-        return [Share("train", tuple(tuple(plan_[rank]) for plan_ in plans), save) for rank in range(world)]
+        """One share per rank: for every optimizer step its packs, the same for those that share rows."""
+        world, together = dist.get_world_size(), self.config.learner.sequence_parallel
+        plans = [plan(step, world // together, self.config.learner.row_tokens) for step in steps]
+        return [
+            Share("train", tuple(tuple(packs[rank // together]) for packs in plans), save) for rank in range(world)
+        ]
 
     def _tell(self, shares: list[Share]) -> Share:
         """Send every rank its share; rank 0's own comes back."""

@@ -13,6 +13,7 @@ from common.lora import Adapter
 from learner import attention, lora
 from learner.head import fuse_head
 from learner.logprobs import check_packable, float32_head
+from learner.sequence import check_heads
 
 
 def causal_model(config: Config, path: str) -> Any:
@@ -30,10 +31,24 @@ def causal_model(config: Config, path: str) -> Any:
         trust_remote_code=config.model.trust_remote_code,
     )
     check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
+    if config.learner.sequence_parallel > 1:
+        _check_shareable(model, config.learner.sequence_parallel)
     if config.learner.dtype != "float32":
         float32_head(model)
     fuse_head(model)
     return model
+
+
+def _check_shareable(model: Any, size: int) -> None:
+    """Raises ConfigError where `size` ranks cannot share the model's rows."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    check_heads(size, heads, getattr(text, "num_key_value_heads", None) or heads)
+    if not attention.reached(model):
+        raise ConfigError(
+            f"learner.sequence_parallel: {size}, but not every layer of a {model.config.model_type} hands on to its "
+            "attention what it needs for a part of a row; use 1, or another model"
+        )
 
 
 def policy_model(config: Config) -> tuple[Any, Adapter | None]:
