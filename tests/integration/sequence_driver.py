@@ -1,8 +1,8 @@
 """Updates by ranks that share rows: `sequence_driver.py MODEL FOLDER CASES`, CASES a JSON list of `Case`'s fields.
 
 Imports once and forks the ranks of every case from itself, which take two batches of two updates (KL, entropy bonus,
-GAE, rejection) and save; then, where the case says so, a trainer that is loaded with what another case has saved takes
-a third. Rank 0 leaves FOLDER/<name>.json and, with the checkpoint's tensors, FOLDER/<name>/.
+GAE, rejection) and save; then, where the case says so, they load what another case has saved and save it again, as
+FOLDER/<name>.again. Rank 0 leaves FOLDER/<name>.json and the checkpoint FOLDER/<name>.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from trainer_driver import OPTIONS, config, groups, learner, load, save
 
 from learner.batch import build_step, split_groups
+from learner.models import policy_model
 from learner.packing import plan
 from learner.startup import import_all
 from learner.trainer import Trainer
@@ -52,14 +53,13 @@ def take(case: Case, model: str, folder: Path) -> dict[str, Any]:
     steps = [build_step(part, settings, policy_version=0) for part in split_groups(groups(), 2)]
     plans = [plan(step, case.ranks // case.together, settings.learner.row_tokens) for step in steps]
     updates = [rows[dist.get_rank() // case.together] for rows in plans]
+    results = [result for batch in (1, 2) for result in trainer.train(updates, batch)]
+    save(trainer, folder / case.name, 1)
     if case.given is not None:
         load(trainer, folder / case.given)
-    batches = (3,) if case.given else (1, 2)
-    results = [result for batch in batches for result in trainer.train(updates, batch)]
-    save(trainer, folder / case.name, 1)
-    shared = [len(row.input_ids) / case.together for row in updates[0]]
+        save(trainer, folder / f"{case.name}.again", 1)
     return {
-        "own_tokens": shared,
+        "row_tokens": [len(row.input_ids) for row in updates[0]],
         "updates": [
             {**asdict(result.metrics), "grad_norm": result.grad_norm, **(asdict(result.critic) if result.critic else {})}
             for result in results
@@ -80,6 +80,8 @@ def rank(case: Case, number: int, model: str, folder: Path) -> None:
 def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
     import_all()
+    policy_model(config(model, 1, 512))  # which imports more
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  as DeepSpeed does for every optimizer, in seconds
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # DeepSpeed asks for them and uses the group there is
     for case in (Case(**fields) for fields in json.loads(sys.argv[3])):
         children = []
