@@ -310,11 +310,6 @@ class Config(Section):
                 f"({sampling.max_prompt_tokens} prompt + {sampling.max_response_tokens} response tokens); use at least "
                 f"{-(-longest // learner.sequence_parallel)}"
             )
-        if learner.ranks % learner.sequence_parallel:
-            raise ValueError(
-                f"learner.sequence_parallel is {learner.sequence_parallel}, which does not divide learner.ranks "
-                f"({learner.ranks}); ranks that share micro-batches are on one node: use a divisor of it"
-            )
         if objective.overlong_cache_tokens > sampling.max_response_tokens:
             raise ValueError(
                 f"objective.overlong_cache_tokens is {objective.overlong_cache_tokens}, more than "

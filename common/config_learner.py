@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config_elastic import ElasticConfig
 from common.config_lora import LoraConfig
@@ -49,7 +49,34 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = Field(None, description="Adapters on a frozen base. Null: the whole model is trained.")
     gradient_checkpointing: bool = False
+    attention: Literal["auto", "blocks", "sdpa"] = Field(
+        "auto",
+        description="auto: blocks. blocks: a group of a packed row at a time. sdpa: the whole row with its mask, for "
+        "comparison. Flash attention knows no mask in which responses share a prompt.",
+    )
+    compile: Literal["off", "layers"] = Field(
+        "off", description="layers: torch.compile of every layer but its attention; not with zero_stage 3."
+    )
     threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")
+
+    @model_validator(mode="after")
+    def _together(self) -> LearnerConfig:
+        if self.ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel}, which does not divide ranks ({self.ranks}); ranks "
+                "that share micro-batches are on one node: use a divisor of it"
+            )
+        if self.sequence_parallel > 1 and self.attention == "sdpa":
+            raise ValueError(
+                f"attention is 'sdpa', which needs whole rows, and sequence_parallel is {self.sequence_parallel}; use "
+                "'blocks', or sequence_parallel 1"
+            )
+        if self.compile != "off" and self.zero_stage == 3:
+            raise ValueError(
+                f"compile is {self.compile!r}, and zero_stage is 3, whose hooks gather a layer's parameters while it "
+                "runs; use compile 'off', or zero_stage 2"
+            )
+        return self
 
     @property
     def row_tokens(self) -> int:

@@ -103,6 +103,7 @@ def reached(model: Any) -> bool:
     return len(calls) == model.config.get_text_config().num_hidden_layers
 
 
+@torch.compiler.disable
 def block_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.config import Config, LoraConfig
 from common.errors import ConfigError
+from learner import choices
 
 
 def check(config: Config) -> None:
@@ -17,6 +18,7 @@ def check(config: Config) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("weights.backend: 'nccl' needs a GPU and none is visible; use 'auto' or 'gloo'")
+    choices.check(config)
     if config.learner.zero_stage == 0 and config.learner.dtype == "bfloat16":
         raise ConfigError(
             "learner.zero_stage: 0 with learner.dtype bfloat16 keeps no float32 master weights; use stage 1 or more"

@@ -33,7 +33,7 @@ from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
 from common.metrics import JsonlSink, MetricSink, TensorBoardSink
-from learner import ranks, resuming
+from learner import choices, ranks, resuming
 from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.checkpoint import State
 from learner.collector import Batch, Collector
@@ -101,6 +101,8 @@ class Learner:
         self.log.version = str(self.version)
         self.log.info("model and optimizer ready at version %d, %d ranks", self.version, dist.get_world_size())
         # Until here there is nothing that SIGTERM could lose.
+        if dist.get_rank() == 0:
+            self.log.info("computing with %s", choices.chosen(self.config))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
         if dist.get_rank() == 0:

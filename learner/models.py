@@ -27,7 +27,7 @@ def causal_model(config: Config, path: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.learner.dtype),
-        attn_implementation=attention.register(),  # knows the blocks of a packed row
+        attn_implementation="sdpa" if config.learner.attention == "sdpa" else attention.register(),
         trust_remote_code=config.model.trust_remote_code,
     )
     check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
@@ -57,7 +57,21 @@ def policy_model(config: Config) -> tuple[Any, Adapter | None]:
     model.train()
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model, None if config.learner.lora is None else lora.add(model, config.learner.lora)
+    adapter = None if config.learner.lora is None else lora.add(model, config.learner.lora)
+    if config.learner.compile == "layers":
+        compile_layers(model)
+    return model, adapter
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch compile the model's layers, in place, for rows of any length.
+
+    Attention is left out (`learner.attention`): it depends on what is in a row, and would be compiled for each.
+    """
+    names = set(model._no_split_modules or ())
+    for layer in model.modules():
+        if type(layer).__name__ in names:
+            layer.compile(dynamic=True)
 
 
 def reference_model(config: Config, policy: Any, device: torch.device) -> nn.Module:

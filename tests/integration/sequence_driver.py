@@ -41,6 +41,7 @@ class Case:
 def take(case: Case, model: str, folder: Path) -> dict[str, Any]:
     lora = "lora" in case.options
     objective = {"correction": {"mode": "decoupled", "token_mask": [0.0, 5.0], "level": "sequence"}, **OPTIONS}
+    objective["advantage"] = {**OPTIONS["advantage"], "optimizer": {"lr": 1e-3, "warmup_steps": 0}}
     settings = config(
         model, case.stage, case.tokens,
         objective={"kl_coefficient": 0.1, "correction": objective["correction"]} if lora else objective,
@@ -61,7 +62,7 @@ def take(case: Case, model: str, folder: Path) -> dict[str, Any]:
     return {
         "row_tokens": [len(row.input_ids) for row in updates[0]],
         "updates": [
-            {**asdict(result.metrics), "grad_norm": result.grad_norm, **(asdict(result.critic) if result.critic else {})}
+            asdict(result.metrics) | {"grad_norm": result.grad_norm} | (asdict(result.critic) if result.critic else {})
             for result in results
         ],
     }
