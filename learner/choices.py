@@ -28,8 +28,8 @@ def check(config: Config) -> None:
 
         if not torch.cuda.is_available() and compiler() is None:
             raise ConfigError(
-                f"learner.compile: 'layers' needs a C++ compiler on CPUs, and there is none of {', '.join(_COMPILERS)}; "
-                "install one, or use 'off'"
+                f"learner.compile: 'layers' needs a C++ compiler on CPUs, and there is none of "
+                f"{', '.join(_COMPILERS)}; install one, or use 'off'"
             )
 
 

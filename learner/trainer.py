@@ -1,10 +1,11 @@
 """The learner's side of a batch: the policy, what is scored before its updates, and one optimizer update over packed
 micro-batches.
 
-Runs on every rank; ranks that share rows (`learner.sequence`) are given the same packs and compute the same losses. What it promises: the gradient of an update is that of the whole mini-batch, however it was cut into
-micro-batches and ranks (architecture, invariant 10), for which the loss of a token arrives already divided by the
-mini-batch's one N (see also `learner.zero`); and what is optional (a proximal pass, a reference, a critic) is not there
-unless the objective asks for it.
+Runs on every rank; ranks that share rows (`learner.sequence`) are given the same packs and compute the same losses.
+What it promises: the gradient of an update is that of the whole mini-batch, however it was cut into micro-batches and
+ranks (architecture, invariant 10), for which the loss of a token arrives already divided by the mini-batch's one N (see
+also `learner.zero`); and what is optional (a proximal pass, a reference, a critic) is not there unless the objective
+asks for it.
 """
 
 from __future__ import annotations
