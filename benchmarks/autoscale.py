@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from broker.autoscale import Autoscaler, Consumed, Limits, Observation, Produced
+from broker.autoscale import Autoscaler, Consumed, Observation, Produced
 from broker.scaling import Pace
+from common.config import AutoscaleConfig
 
 BATCH = 64  # groups a step
 QUEUE = 4 * BATCH  # groups that can wait
@@ -205,7 +206,7 @@ class Simulation:
 
 def ours(maximum: int = 32, headroom: float = 1.0) -> Rule:
     """The rule of `broker.autoscale`; missing figures leave the gauge as it is."""
-    scaler = Autoscaler(Limits(1, maximum, headroom), BATCH, start=2)
+    scaler = Autoscaler(AutoscaleConfig(max=maximum, headroom=headroom), BATCH, start=2)
 
     def wish(seen: Observation | None, _pods: int) -> float:
         return float((scaler.observe(seen) if seen is not None else scaler.wish).generators)

@@ -32,21 +32,26 @@ TOKENS = 64  # of each
 class LightTransfer:
     """The steps of `generator.transfer.Transfer` without an engine."""
 
-    _receive: StagedReceive
+    _receive: StagedReceive | None = None
     _bucket_bytes: int
 
     async def join(self, form: Form, rank: int) -> None:
         self._bucket_bytes = form.bucket_bytes
-        self._receive = StagedReceive(form.host, form.port, rank, form.world_size, form.timeout_s)
+        self._receive = StagedReceive(form.host, form.port, rank, form.world_size, form.timeout_s, self._receive)
+
+    @property
+    def _open(self) -> StagedReceive:
+        assert self._receive is not None
+        return self._receive
 
     async def stage(self, update: Update) -> None:
-        self._receive.stage(plan_buckets(update.parameters, self._bucket_bytes), update.version)
+        self._open.stage(plan_buckets(update.parameters, self._bucket_bytes), update.version)
 
     async def checksum(self, version: int) -> int | None:
-        return self._receive.checksum(version)
+        return self._open.checksum(version)
 
     async def apply(self, version: int) -> dict[str, float]:
-        await asyncio.to_thread(self._receive.take)
+        await asyncio.to_thread(self._open.take)
         return {}
 
     async def abandon(self) -> None:

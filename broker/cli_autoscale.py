@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 def autoscale(
     config: ConfigPath,
-    minimum: Annotated[int, typer.Option("--min", min=1, metavar="N", help="Never fewer generators.")] = 1,
-    maximum: Annotated[int, typer.Option("--max", min=1, metavar="N", help="Never more.")] = 32,
-    headroom: Annotated[float, typer.Option(min=0.95, max=1.05, help="Above 1 the learner waits less.")] = 1.0,
     every: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Time between two looks.")] = 15.0,
     apply: Annotated[
         str | None, typer.Option("--apply", metavar="NAME", help="Scale this workload of this cluster to the wish.")
@@ -33,26 +30,25 @@ def autoscale(
     kind: Annotated[str, typer.Option("--kind", help="Deployment or LeaderWorkerSet.")] = "Deployment",
     overrides: Overrides = None,
 ) -> None:
-    """Say how many generators the learner needs, whenever that changes, until stopped; with --apply, make it so."""
-    from broker.autoscale import Autoscaler, Limits
+    """Say how many generators the learner needs (within the section `autoscale`), whenever that changes, until stopped;
+    with --apply, make it so."""
+    from broker.autoscale import Autoscaler
     from broker.scaling import KubernetesScale, Pace
     from broker.service import stop_signal
     from broker.store import Broker
 
     resolved = settings.load(config, overrides or [])
-    if maximum < minimum:
-        raise ConfigError(f"--max: is {maximum}, less than --min, {minimum}")
     if kind not in ("Deployment", "LeaderWorkerSet"):
         raise ConfigError(f"--kind: is {kind!r}; expected Deployment or LeaderWorkerSet")
     scale = None if apply is None else KubernetesScale.of_this_cluster(namespace, apply, kind)  # type: ignore[arg-type]
     log = logs.setup(resolved.run.run_id, "autoscaler")
     broker = Broker.connect(resolved, reader=True)
     try:
-        limits = Limits(minimum, maximum, headroom)
+        limits = resolved.autoscale
         start = scale.read() if scale is not None else len(broker.members("generator"))
         scaler = Autoscaler(limits, resolved.learner.groups_per_step, start)
         with stop_signal(None) as stop:
-            follow(broker, scaler, Pace(minimum, maximum), scale, log, stop, every)
+            follow(broker, scaler, Pace(limits.min, limits.max), scale, log, stop, every)
     finally:
         broker.close()
 

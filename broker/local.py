@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from broker.audit import equation
@@ -32,6 +31,7 @@ from broker.progress import MetricsTail, Progress
 from broker.reading import REFRESH_S, Observer
 from broker.server import Server
 from broker.store import Broker
+from common import environment
 from common.config import Config
 from common.errors import HeadraceError
 
@@ -73,10 +73,7 @@ def run_fleet(config: Config, generators: int, ranks: int | None, resume: bool) 
     config = config.model_copy(update={"run": run})
     if ranks is not None and config.learner.elastic is not None:
         nodes_for(config, ranks)
-    folder = config.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    path = environment.record_config(config)
     return Fleet(config, commands(config, path, generators, resume), ranks=ranks).run()
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry
 
-from broker.autoscale import Autoscaler, Limits
+from broker.autoscale import Autoscaler
 from broker.elastic import hosting
 from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
@@ -25,6 +25,7 @@ from broker.hunger import observe
 from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
+from broker.spans import Exporter
 from broker.store import Broker
 from common import log as logging
 from common.config import Config
@@ -38,8 +39,8 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.reading: Reading | None = None
-        limits = Limits(config.autoscale.min, config.autoscale.max, config.autoscale.headroom)
-        self._config, self._scaler = config, Autoscaler(limits, config.learner.groups_per_step, limits.minimum)
+        scaler = Autoscaler(config.autoscale, config.learner.groups_per_step, config.autoscale.min)
+        self._config, self._scaler = config, scaler
         self.health = Health(config.metrics.stalled_s)
         registry = CollectorRegistry()
         registry.register(RunCollector(config, lambda: self.reading, lambda: self._scaler.wish.generators))
@@ -84,8 +85,11 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             if config.eval is not None and config.eval.every:
                 source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
                 evaluator = Evaluator(broker, config.eval, source, log)
+            exporter = None
+            if config.tracing.sample > 0 and config.tracing.endpoint is not None:
+                exporter = Exporter(broker, config.tracing.endpoint, log)
             with hosting(broker, config, log):
-                _serve(broker, feeder, evaluator, watch, stop, log)
+                _serve(broker, feeder, evaluator, exporter, watch, stop, log)
         finally:
             broker.close()
     return 0
@@ -95,6 +99,7 @@ def _serve(
     broker: Broker,
     feeder: Feeder,
     evaluator: Evaluator | None,
+    exporter: Exporter | None,
     watch: Watch,
     stop: threading.Event,
     log: Logger,
@@ -115,6 +120,8 @@ def _serve(
     threads = [threading.Thread(target=work, args=(feeder.run,), name="feeder", daemon=True)]
     if evaluator is not None:
         threads.append(threading.Thread(target=work, args=(evaluator.run,), name="evaluator", daemon=True))
+    if exporter is not None:
+        threads.append(threading.Thread(target=work, args=(exporter.run,), name="traces", daemon=True))
     for thread in threads:
         thread.start()
     while not stop.is_set():

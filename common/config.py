@@ -26,6 +26,8 @@ from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
 from common.config_objective import OptimizerConfig as OptimizerConfig
 from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from common.config_tracing import TracingConfig as TracingConfig
+from common.config_tracking import TrackingConfig as TrackingConfig
 
 
 class RunConfig(Section):
@@ -248,8 +250,9 @@ class WeightsConfig(Section):
     )
     staging: bool = Field(
         True,
-        description="on: generators receive and load beside sampling, in memory for one more copy of the weights, and "
-        "pause to change over; off: they pause for the whole transfer, in memory for a few buckets. nccl: always off.",
+        description="on: generators receive and load beside sampling, in memory for two more copies of the weights, "
+        "and pause to change over; off: they pause for the whole transfer, with memory for a few buckets. nccl: "
+        "always off.",
     )
     on_update: Literal["keep", "recompute"] = Field(
         "recompute", description="KV cache of requests in flight: keep the old one (fast) or re-prefill (exact)."
@@ -286,6 +289,8 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    tracing: TracingConfig = TracingConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     eval: EvalConfig | None = None
 

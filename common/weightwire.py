@@ -237,16 +237,34 @@ def send_buckets(group: GlooGroup, buckets: Sequence[torch.Tensor]) -> None:
     group.barrier()
 
 
-def receive_buckets(group: GlooGroup, plan: Sequence[Sequence[Slot]]) -> Iterator[torch.Tensor]:
-    """The buckets of `plan`, each as soon as it is complete. Call `group.barrier()` after the last, and again when
-    ready to change over to them."""
+class Memory:
+    """Buckets that are kept: the page faults of new memory cost a receiver about as much as the transfer itself."""
+
+    def __init__(self) -> None:
+        self._buckets: list[torch.Tensor] = []
+
+    def room(self, index: int, size: int) -> torch.Tensor:
+        """`size` bytes (uint8), those of the last call with this `index` where they are enough; indices from 0 on."""
+        if index == len(self._buckets):
+            self._buckets.append(torch.empty(size, dtype=torch.uint8))
+        elif size > len(self._buckets[index]):
+            self._buckets[index] = torch.empty(size, dtype=torch.uint8)
+        return self._buckets[index][:size]
+
+
+def receive_buckets(
+    group: GlooGroup, plan: Sequence[Sequence[Slot]], memory: Memory | None = None
+) -> Iterator[torch.Tensor]:
+    """The buckets of `plan`, each as soon as it is complete, in `memory` (None: in new memory). Call `group.barrier()`
+    after the last, and again when ready to change over to them."""
     posted: list[tuple[dist.Work, torch.Tensor]] = []
-    for slots in plan:
+    for index, slots in enumerate(plan):
         if len(posted) == _IN_FLIGHT:
             work, bucket = posted.pop(0)
             work.wait()
             yield bucket
-        bucket = torch.empty(bucket_size(slots), dtype=torch.uint8)
+        size = bucket_size(slots)
+        bucket = torch.empty(size, dtype=torch.uint8) if memory is None else memory.room(index, size)
         posted.append((group.broadcast(bucket), bucket))
     for work, bucket in posted:
         work.wait()

@@ -91,9 +91,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
         self._bucket_bytes = init_info.bucket_bytes
-        self._receive = StagedReceive(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout_s
-        )
+        host, port, world_size = init_info.master_address, init_info.master_port, init_info.world_size
+        self._receive = StagedReceive(host, port, rank, world_size, init_info.timeout_s, self._receive)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the layerwise reload takes the model apart, so it waits until everything has arrived."""
@@ -126,8 +125,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         parameters = parse(update_info.names, update_info.dtypes, update_info.shapes, max_elements=limit)
         return plan_buckets(parameters, self._bucket_bytes)
 
-    def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> None:
-        """In the receiving thread. Takes the buckets out of their list: memory for one copy of the weights, not two."""
+    def _load_twin(self, plan: Sequence[Sequence[Slot]], buckets: Sequence[torch.Tensor]) -> None:
+        """In the receiving thread."""
         tensors = self._tensors(plan, buckets)
         twin = Twin(self.model, self.model_config)
         for named in tensors:
@@ -161,11 +160,12 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         receive.stream(plan, update_info.version, lambda _, bucket: buckets.append(bucket))
         self._load(self._tensors(plan, buckets))
 
-    def _tensors(self, plan: Sequence[Sequence[Slot]], buckets: list[torch.Tensor]) -> Iterator[Named]:
+    def _tensors(self, plan: Sequence[Sequence[Slot]], buckets: Sequence[torch.Tensor]) -> Iterator[Named]:
         """What to load, in parts, under Hugging Face names. An adapter is checked before this returns."""
+        arrived = zip(plan, buckets, strict=True)
         if self._adapter is None:
-            return (_named(slots, buckets.pop(0)) for slots in plan)
-        factors = dict(pair for slots in plan for pair in _named(slots, buckets.pop(0)))
+            return (_named(slots, bucket) for slots, bucket in arrived)
+        factors = dict(pair for slots, bucket in arrived for pair in _named(slots, bucket))
         if self._base is None:
             self._base = Base(self._base_weights, self.model_config.dtype, self.device)
         return iter([self._base.merged(factors, self._adapter)])

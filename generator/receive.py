@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common.checksum import SampledChecksum
-from common.weightwire import GlooGroup, Slot, receive_buckets
+from common.weightwire import GlooGroup, Memory, Slot, receive_buckets
 
 Plan = Sequence[Sequence[Slot]]
-Prepare = Callable[[Plan, list[torch.Tensor]], None]
+Prepare = Callable[[Plan, Sequence[torch.Tensor]], None]
 
 _log = logging.getLogger("vllm.headrace.weights")  # below vllm's own: ends in the process's log file
 
@@ -22,10 +22,16 @@ class StagedReceive:
 
     `join` and `stage` return at once. The work is done by threads that only this object knows, so one that hangs with a
     dead peer is simply left behind: it ends with its own deadline, and nobody reads what it got.
+
+    Args:
+        before: the group that this one replaces; what it received is not read any more. Its memory goes on to be used.
     """
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, rank: int, world_size: int, timeout_s: float, before: StagedReceive | None = None
+    ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
+        self._memory: Memory = before._memory if before is not None and before._idle else Memory()
         self.plan: Plan = ()
         self._address = (host, port, world_size)
         self._group: GlooGroup | None = None
@@ -36,8 +42,8 @@ class StagedReceive:
         self._thread = self._start(self._join, None)
 
     def stage(self, plan: Plan, version: int, prepare: Prepare | None = None) -> None:
-        """Start to receive the buckets of `plan`, the weights of `version`. The sender waits until `prepare`, called in
-        the thread with all of them, is through; it may take them out of its list. What it raises, `take` raises."""
+        """Start to receive the buckets of `plan`, the weights of `version`, where the last ones were. The sender waits
+        until `prepare`, called in the thread with all of them, is through. What it raises, `take` raises."""
         self.plan, self._buckets, self._complete = plan, [], False
         self._checksum = SampledChecksum(plan, version)
         self._thread = self._start(lambda: self._receive(prepare), self._thread)
@@ -60,7 +66,8 @@ class StagedReceive:
         self._group.barrier()
 
     def take(self) -> list[torch.Tensor]:
-        """The received buckets (uint8), once. To be called when the sender has said that everybody has them.
+        """The received buckets (uint8), once; they hold until the next `stage`, of this group or the one that replaces
+        it. To be called when the sender has said that everybody has them.
 
         Raises:
             RuntimeError: the transfer failed, or is not complete within the deadline, or nothing was staged.
@@ -77,6 +84,11 @@ class StagedReceive:
         if self._error is not None or self._thread.is_alive() or self._checksum is None:
             return None
         return self._checksum.value(version)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether surely nothing is written into the memory any more."""
+        return self._error is None and not self._thread.is_alive()
 
     def _start(self, job: Callable[[], None], before: threading.Thread | None) -> threading.Thread:
         def run() -> None:
@@ -101,7 +113,7 @@ class StagedReceive:
         assert self._group is not None
         assert self._checksum is not None
         buckets = []
-        for slots, bucket in zip(self.plan, receive_buckets(self._group, self.plan), strict=True):
+        for slots, bucket in zip(self.plan, receive_buckets(self._group, self.plan, self._memory), strict=True):
             self._checksum.add(slots, bucket)
             buckets.append(bucket)
         self._group.barrier()

@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 
 from broker import Broker, Member
-from common import wire
+from common import environment, wire
 from common.config import Config
 from common.errors import HeadraceError
 from common.log import Logger
-from common.metrics import JsonlSink, MetricSink, TensorBoardSink
+from common.metrics import JsonlSink, MetricSink
+from common.trackers import Target
+from common.tracking import Trackers
 from learner import choices, ranks, resuming
 from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.checkpoint import State
@@ -190,9 +192,8 @@ class Learner:
         publisher = WeightPublisher(broker, self.config, self.log)
         collector = Collector(broker, epoch, self.config)
         threading.Thread(target=self._heartbeat, args=(broker, epoch), daemon=True).start()
-        folder = self.config.run.folder
-        tensorboard = TensorBoardSink(folder / "tensorboard")
-        sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl"), tensorboard, self.exposed]
+        trackers = Trackers(Target(self.config, "train", self.version + 1, environment.code()), self.log)
+        sinks: list[MetricSink] = [JsonlSink(self.config.run.folder / "metrics.jsonl"), trackers, self.exposed]
         self.exposed.publisher = publisher
         self.reporter = reporter = Reporter(
             self.config, broker, sinks, self.log, restored.counters if restored is not None else {}

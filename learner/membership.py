@@ -104,8 +104,9 @@ class Membership:
 
     # --- what happened
 
-    def publish(self, version: int, checksum: int | None) -> None:
-        """There is a new version. Only at rest. `checksum`: what its receivers must acknowledge."""
+    def publish(self, version: int, checksum: int | None = None) -> None:
+        """There is a new version. Only at rest. `checksum`: what its receivers must acknowledge; may also be set before
+        the next `step`."""
         assert self._doing is Step.REST, self._doing
         self.version, self.checksum, self.complete, self.next_waits = version, checksum, False, False
         self.count, self._blameless, self._corrupt, self._owed = Count(), 0, set(), None

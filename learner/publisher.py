@@ -132,10 +132,8 @@ class WeightPublisher:
             started = time.monotonic()
             self._staged.fill(named_tensors, wire_dtype)
             self._adapter = adapter
-            # vLLM's own nccl engine loads what it receives: there is nothing to check before.
-            checksum = None if self._backend == "nccl" else self._staged.checksum(version)
             self._stage_s = time.monotonic() - started
-            self._members.publish(version, checksum)
+            self._members.publish(version)
             self._resting = False
             self._condition.notify_all()
 
@@ -220,10 +218,12 @@ class WeightPublisher:
     def _listen(self) -> None:
         """Tell what the link and the generators say; waits a moment for it where there is nothing else to do."""
         patience_s = _SLICE_S if self._step is Step.WAIT else 0.0
-        if self._job is not None and self._job.done(patience_s):
-            error, self._job = self._job.error, None
+        job = self._job
+        if job is not None and job.done(patience_s):
+            error, self._job = job.error, None
             self._members.link_done("" if error is None else str(error) or repr(error), self._late(error))
-        block_ms = int(1000 * patience_s) if self._job is None else 0
+        # Where the link has just come to an end there is something to do.
+        block_ms = int(1000 * patience_s) if job is None else 0
         for entry_id, message in self.broker.acks(self._ack_cursor, block_ms):
             self._ack_cursor = entry_id
             try:
@@ -256,7 +256,10 @@ class WeightPublisher:
             self._resting = True
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._resting or self._closed, self.config.broker.heartbeat_s)
-            self._resting = False
+            published, self._resting = not self._resting, False
+        # vLLM's own nccl engine loads what it receives: there is nothing to check before.
+        if published and self._backend != "nccl":
+            self._members.checksum = self._staged.checksum(self._members.version)
 
     def _form(self) -> None:
         """Open a link for exactly the members and call them in."""

@@ -66,7 +66,7 @@ class Receiving:
         self._bucket_bytes = 0
 
     async def join(self, form: Form, rank: int) -> None:
-        self._receive = StagedReceive(form.host, form.port, rank, form.world_size, form.timeout_s)
+        self._receive = StagedReceive(form.host, form.port, rank, form.world_size, form.timeout_s, self._receive)
         self._bucket_bytes = form.bucket_bytes
 
     async def stage(self, update: Update) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from broker import Broker, Member
-from broker.autoscale import Autoscaler, Consumed, Limits, Observation, Produced
+from broker.autoscale import Autoscaler, Consumed, Observation, Produced
 from broker.cli_autoscale import follow
 from broker.hunger import observe
 from broker.scaling import KubernetesScale, Pace, ScaleError
 from common import log as logs
+from common.config import AutoscaleConfig
 from common.errors import ConfigError, HeadraceError
 from tests.integration.broker_helpers import MakeConfig, lease, release, submit
 
@@ -126,7 +127,7 @@ def test_fleet_is_scaled_to_the_wish_and_an_api_server_that_fails_is_asked_again
     broker: Broker, api: Api, token: Path
 ) -> None:
     broker.heartbeat(member("g1", "generator"))
-    scaler = Autoscaler(Limits(3, 8), broker.config.learner.groups_per_step, start=2)
+    scaler = Autoscaler(AutoscaleConfig(min=3, max=8), broker.config.learner.groups_per_step, start=2)
     stop, api.failing = threading.Event(), 500
     log = logs.setup("x", "autoscaler")
     pace = Pace(3, 8)

@@ -171,7 +171,7 @@ async def test_tensor_parallel_workers_of_all_generators_get_ranks_of_their_own(
     monkeypatch.setattr(
         nccl_common, "stateless_init_process_group", lambda host, port, rank, size, device: over_nccl.append(rank)
     )
-    monkeypatch.setattr(plugin, "StagedReceive", lambda host, port, rank, size, timeout: over_gloo.append(rank))
+    monkeypatch.setattr(plugin, "StagedReceive", lambda host, port, rank, *rest: over_gloo.append(rank))
     for name, offset in ranks.items():
         engine = FakeEngine()
         transfer = NcclTransfer(engine)  # type: ignore[arg-type]

@@ -75,7 +75,9 @@ class PlainGenerator:
                         continue
                     epoch = control.epoch
                     rank = control.ranks[self.id]
-                    receive = StagedReceive(control.host, control.port, rank, control.world_size, control.timeout_s)
+                    receive = StagedReceive(
+                        control.host, control.port, rank, control.world_size, control.timeout_s, receive
+                    )
                     self._say("formed", epoch, -1)
                 elif isinstance(control, Update) and control.epoch == epoch and receive is not None:
                     self.updates.append(control)
@@ -99,7 +101,7 @@ class PlainGenerator:
             self._say("corrupt", commit.epoch, commit.version, checksum)
             return
         buckets = zip(receive.plan, receive.take(), strict=True)
-        received = {slot.parameter.name: slot.view(bucket) for slots, bucket in buckets for slot in slots}
+        received = {slot.parameter.name: slot.view(bucket).clone() for slots, bucket in buckets for slot in slots}
         self._state = "serving"
         self._say("loaded", commit.epoch, commit.version, checksum)
         with self.loaded:

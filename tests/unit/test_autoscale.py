@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.autoscale import TARGETS, WORKLOADS, Simulation, any_time, by_length, measure, ours
-from broker.autoscale import TRIM_S, Autoscaler, Consumed, Limits, Observation, Produced, Wish
+from broker.autoscale import TRIM_S, Autoscaler, Consumed, Observation, Produced, Wish
 from broker.scaling import Pace
+from common.config import AutoscaleConfig
 
 BATCH, STEP_S, RATE = 64, 100.0, 0.08  # a fleet of 8 feeds this learner
 
@@ -52,7 +54,7 @@ class Fleet:
 
 
 def fleet(headroom: float = 1.0, minimum: int = 1, maximum: int = 32, **options: float) -> Fleet:
-    return Fleet(Autoscaler(Limits(minimum, maximum, headroom), BATCH, start=8), **options)  # type: ignore[arg-type]
+    return Fleet(Autoscaler(AutoscaleConfig(min=minimum, max=maximum, headroom=headroom), BATCH, start=8), **options)  # type: ignore[arg-type]
 
 
 # --- the formula
@@ -135,8 +137,8 @@ def test_hold_does_not_take_back_pods_that_were_asked_for_and_have_not_come_yet(
 
 def test_before_anything_is_known_the_wish_is_the_start_within_the_limits() -> None:
     assert fleet().scaler.wish.generators == 8
-    assert Autoscaler(Limits(2, 4), BATCH, start=0).wish.generators == 2
-    assert Autoscaler(Limits(2, 4), BATCH, start=9).wish.generators == 4
+    assert Autoscaler(AutoscaleConfig(min=2, max=4), BATCH, start=0).wish.generators == 2
+    assert Autoscaler(AutoscaleConfig(min=2, max=4), BATCH, start=9).wish.generators == 4
     assert fleet().look().generators == 8
 
 
@@ -176,10 +178,10 @@ def test_observation_that_is_not_newer_is_ignored() -> None:
     assert run.look(0.0) == before
 
 
-@pytest.mark.parametrize("limits", [(0, 4, 1.0), (5, 4, 1.0), (1, 4, 0.9), (1, 4, 1.2)])
-def test_impossible_limits_are_refused(limits: tuple[int, int, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        Limits(*limits)
+@pytest.mark.parametrize(("minimum", "maximum", "headroom"), [(0, 4, 1.0), (5, 4, 1.0), (1, 4, 0.9), (1, 4, 1.2)])
+def test_impossible_limits_are_refused(minimum: int, maximum: int, headroom: float) -> None:
+    with pytest.raises(ValidationError):
+        AutoscaleConfig(min=minimum, max=maximum, headroom=headroom)
 
 
 # --- fleets

@@ -21,6 +21,7 @@ from common.weightwire import (
     receive_buckets,
     send_buckets,
 )
+from generator.receive import StagedReceive
 
 PARAMETERS = [
     Parameter("embed", "float32", (100, 8)),
@@ -85,6 +86,27 @@ def test_broadcast_two_receivers_get_equal_weights_default_group_untouched() -> 
     assert not dist.is_initialized()
     for rank in (1, 2):
         assert all(torch.equal(a, b) for a, b in zip(received[rank], buckets, strict=True))
+
+
+def test_receive_again_same_memory_unless_a_thread_may_still_write_into_it() -> None:
+    plan = plan_buckets(PARAMETERS, 512)
+    received: list[list[torch.Tensor]] = []
+    before: StagedReceive | None = None
+    for version, world_size in enumerate((2, 2, 3, 2)):
+        sender = GlooGroup.listen("127.0.0.1", world_size, timeout_s=2)
+        receive = StagedReceive("127.0.0.1", sender.port, 1, world_size, 10, before)
+        if world_size == 2:
+            sender.connect()
+            buckets = [torch.full((bucket_size(slots),), version, dtype=torch.uint8) for slots in plan]
+            receive.stage(plan, version)
+            send_buckets(sender, buckets)
+            sender.barrier()
+            received.append(receive.take())
+            assert all(torch.equal(a, b) for a, b in zip(received[-1], buckets, strict=True))
+        before = receive  # that of the third group still waits for the rank that never comes
+    first, second, last = ([bucket.data_ptr() for bucket in buckets] for buckets in received)
+    assert first == second
+    assert not set(first) & set(last)
 
 
 def test_connect_member_missing_named_within_deadline() -> None:
