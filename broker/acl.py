@@ -41,6 +41,7 @@ _READER: tuple[_Right, ...] = (
     ("xrange", "prompts groups"),
     ("memory|usage", "groups"),
     ("hget", "elastic"),
+    ("xrange", "trace"),
 )
 
 _RIGHTS: dict[Role, tuple[_Right, ...]] = {
@@ -55,6 +56,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("zadd", "outstanding"),
         ("zremrangebyscore", "closed"),
         ("xread", "events"),
+        ("xadd xread xrange", "trace"),
         ("hset hget hmget hdel hgetall", "rounds"),
         ("hgetall del", "answers"),
         ("xpending xrange xrevrange memory|usage", "groups"),
@@ -70,7 +72,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd xrange", "prompts"),
         ("xadd memory|usage", "groups"),
         ("hget hset hdel memory|usage", "partial"),
-        ("xadd", "dead events"),
+        ("xadd", "dead events trace"),
         ("hincrby", "ledger"),
         ("zadd zscore", "closed"),
         ("hset hget", "arrived"),
@@ -87,7 +89,7 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         *_MEMBER,
         *_LEDGER,
         ("xreadgroup xack xdel xrange xgroup|create xgroup|destroy", "groups"),
-        ("xadd", "prompts dead events"),
+        ("xadd", "prompts dead events trace"),
         ("hincrby", "ledger state"),
         ("hset hdel", "state"),
         ("hget hmget hdel hlen", "arrived"),

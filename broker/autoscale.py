@@ -96,7 +96,8 @@ class Autoscaler:
     start: int
     wish: Wish = field(init=False)
     _step_s: float | None = field(init=False, default=None)
-    _rate: float | None = field(init=False, default=None)
+    _groups: float = field(init=False, default=0.0)  # made, and in how many unblocked seconds; what is long past fades
+    _seconds: float = field(init=False, default=0.0)
     _before: Observation | None = field(init=False, default=None)
     _last_step: Consumed | None = field(init=False, default=None)  # the counters when a step had just ended
     _waits: deque[tuple[float, float, float]] = field(init=False, default_factory=deque)  # at, passed, starved
@@ -118,13 +119,14 @@ class Autoscaler:
         self._learn_steps(before, now)
         starved = self._starved(now.at)
         step_s = self._step_seconds()
-        if self._rate is None or step_s is None:
+        rate = self._rate
+        if rate is None or step_s is None:
             self.wish = Wish(self.wish.generators, held=True, starved=starved)
             return self.wish
         span = min(self.batch, now.capacity / 3)
-        base = self.limits.headroom * (self.batch / step_s) / self._rate
+        base = self.limits.headroom * (self.batch / step_s) / rate
         bound = TRIM_MAX * base
-        trim = min(bound, max(-bound, (1.5 * span - now.backlog) / (self._rate * TRIM_S)))
+        trim = min(bound, max(-bound, (1.5 * span - now.backlog) / (rate * TRIM_S)))
         want = min(float(self.limits.max), max(float(self.limits.min), base + trim))
         count = len(now.generators)
         fed = starved < CALM_STARVED and 0.5 * span < now.backlog < 0.8 * now.capacity
@@ -137,7 +139,8 @@ class Autoscaler:
         return min(self.limits.max, max(self.limits.min, math.ceil(want - 1e-9)))
 
     def _learn_rate(self, before: Observation, now: Observation) -> None:
-        """Groups per unblocked second of the generators that were there both times."""
+        """Add what the generators that were there both times made in their unblocked seconds. Sums, not an average of
+        rates: between two looks a generator makes no group or one, so that the first rate seen would be far off."""
         groups = seconds = 0.0
         for name, counters in now.generators.items():
             old = before.generators.get(name)
@@ -147,12 +150,16 @@ class Autoscaler:
                 continue  # started again under its name
             groups += counters.groups - old.groups
             seconds += counters.unblocked_s - old.unblocked_s
-        if seconds <= 0 or (groups == 0 and self._rate is None):
+        if seconds <= 0:
             return
-        rate = groups / seconds
-        # The longer they could work, the more this look counts; a blocked fleet tells nothing about its rate.
-        weight = 1 - math.exp(-seconds / len(now.generators) / RATE_S)
-        self._rate = rate if self._rate is None else self._rate + weight * (rate - self._rate)
+        # The longer they could work, the more the past fades; a blocked fleet tells nothing about its rate.
+        kept = math.exp(-seconds / len(now.generators) / RATE_S)
+        self._groups, self._seconds = kept * self._groups + groups, kept * self._seconds + seconds
+
+    @property
+    def _rate(self) -> float | None:
+        """Groups per unblocked second of a generator; None while none was made."""
+        return self._groups / self._seconds if self._groups > 0 else None
 
     def _learn_steps(self, before: Observation, now: Observation) -> None:
         old, new, last = before.learner, now.learner, self._last_step

@@ -18,10 +18,13 @@ from broker.pressure import BrokerFullError
 from broker.records import EvalResult, EvalRound
 from broker.sources import Source
 from broker.store import Broker
+from common import environment
 from common.config import EvalConfig
 from common.evaluation import standard_error
 from common.log import Logger
-from common.metrics import JsonlSink, MetricSink, TensorBoardSink
+from common.metrics import JsonlSink, MetricSink
+from common.trackers import Target
+from common.tracking import Trackers
 from common.trajectory import EvalAnswers, Prompt
 
 # How soon a stop is noticed while nothing happens.
@@ -98,7 +101,8 @@ class Evaluator:
         path = self._folder / "eval.jsonl"
         if _last_step(path) != opened.version:
             if not self._sinks:
-                self._sinks = [JsonlSink(path), TensorBoardSink(self._folder / "tensorboard" / "eval", "eval")]
+                target = Target(self._broker.config, "eval", opened.version, environment.code())
+                self._sinks = [JsonlSink(path), Trackers(target, self._log)]
             values = {name: value for name, value in asdict(result).items() if value is not None}
             for sink in self._sinks:
                 sink.write(opened.version, values)

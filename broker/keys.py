@@ -24,6 +24,7 @@ slot and one script may touch several of them.
 | answers   | hash   | index -> packed answers of the open evaluation round; gone when it ends |
 | rounds    | hash   | open evaluation round: `round`, `prompts`, `started`; `last` one begun or skipped, `result` |
 | control, acks | stream | weight-update messages and their acknowledgements, capped |
+| trace     | stream | `g` group id, `e` event, `m` member, `v` version, `d` more: of sampled prompts, capped |
 | events    | stream | a line whenever budget was freed or the version changed, capped: what the feeder blocks on |
 """
 
@@ -63,4 +64,5 @@ class Keys:
         self.rounds = self.prefix + "rounds"
         self.control = self.prefix + "control"
         self.acks = self.prefix + "acks"
+        self.trace = self.prefix + "trace"
         self.events = self.prefix + "events"

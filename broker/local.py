@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from broker.audit import equation
@@ -33,6 +32,7 @@ from broker.progress import MetricsTail, Progress
 from broker.reading import REFRESH_S, Observer
 from broker.server import Server
 from broker.store import Broker
+from common import environment
 from common.config import Config
 from common.errors import HeadraceError
 
@@ -76,10 +76,7 @@ def run_fleet(config: Config, generators: int, ranks: int | None, resume: bool) 
         nodes_for(config, ranks)
     if config.page.enabled:
         token_of(config.page)
-    folder = config.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    path = environment.record_config(config)
     return Fleet(config, commands(config, path, generators, resume), ranks=ranks).run()
 
 

@@ -29,6 +29,7 @@ from broker.pageguard import token_of
 from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
+from broker.spans import Exporter
 from broker.store import Broker
 from common import log as logging
 from common.config import Config
@@ -120,9 +121,12 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             if config.eval is not None and config.eval.every:
                 source = open_source(config.eval.prompts, config, tokenizer, shuffle=False)
                 evaluator = Evaluator(broker, config.eval, source, log)
+            exporter = None
+            if config.tracing.sample > 0 and config.tracing.endpoint is not None:
+                exporter = Exporter(broker, config.tracing.endpoint, log)
             decode = partial(tokenizer.decode, skip_special_tokens=True)
             with hosting(broker, config, log), watch.showing(decode, log):
-                _serve(broker, feeder, evaluator, watch, stop, log)
+                _serve(broker, feeder, evaluator, exporter, watch, stop, log)
         finally:
             broker.close()
     return 0
@@ -132,6 +136,7 @@ def _serve(
     broker: Broker,
     feeder: Feeder,
     evaluator: Evaluator | None,
+    exporter: Exporter | None,
     watch: Watch,
     stop: threading.Event,
     log: Logger,
@@ -152,6 +157,8 @@ def _serve(
     threads = [threading.Thread(target=work, args=(feeder.run,), name="feeder", daemon=True)]
     if evaluator is not None:
         threads.append(threading.Thread(target=work, args=(evaluator.run,), name="evaluator", daemon=True))
+    if exporter is not None:
+        threads.append(threading.Thread(target=work, args=(exporter.run,), name="traces", daemon=True))
     for thread in threads:
         thread.start()
     while not stop.is_set():

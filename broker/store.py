@@ -1,9 +1,9 @@
 """`Broker`: a run's whole interface to Redis, synchronous and thread-safe.
 
-Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), dead letters
-(`broker.deadletters`), evaluation rounds (`broker.evaluations`), members and messages (`broker.fleet`), what the nodes
-of an elastic learner must know (`broker.elastic`), and the readings below. Every write is one atomic script or command
-that is safe to send twice.
+Its parts: prompts and leases (`broker.prompts`), groups and the learner's epochs (`broker.groups`), both traced where
+that is asked for (`broker.tracing`), dead letters (`broker.deadletters`), evaluation rounds (`broker.evaluations`),
+members and messages (`broker.fleet`), what the nodes of an elastic learner must know (`broker.elastic`), and the
+readings below. Every write is one atomic script or command that is safe to send twice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from broker.deadletters import DeadLetters
 from broker.elastic import Elastic
 from broker.evaluations import Evaluations
 from broker.fleet import Fleet
-from broker.groups import GroupQueue
 from broker.keys import GENERATORS, LEARNER
-from broker.prompts import PromptQueue
 from broker.records import Lease, Ledger, Queues, Unfinished, Whereabouts
+from broker.tracing import Traced
 from common import wire
 from common.config import Config
 from common.errors import WireError
@@ -30,7 +29,7 @@ from common.trajectory import Group, PartialGroup, Prompt
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
 
-class Broker(PromptQueue, GroupQueue, DeadLetters, Evaluations, Fleet, Elastic):
+class Broker(Traced, DeadLetters, Evaluations, Fleet, Elastic):
     """One run in Redis. From asyncio, call it through `asyncio.to_thread`.
 
     Every method may raise HeadraceError where the server stays unreachable for `broker.reconnect_s`.

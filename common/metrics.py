@@ -1,4 +1,5 @@
-"""Where a run's metrics go: `metrics.jsonl` in the run folder, TensorBoard, or anything with the same two methods."""
+"""Where a run's metrics go: `metrics.jsonl` in the run folder, trackers (`common.tracking`), or anything with the same
+two methods."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ class MetricSink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step."""
+    """One JSON object per line, flushed at once so that a reader (or a crash) never sees half a step. Half a line that
+    a full disk left at the end is taken away, or the next record would be lost with it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -29,21 +34,3 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoardSink:
-    """TensorBoard scalars under `train/`, or another prefix. A folder takes one process: of several that write at once
-    TensorBoard would read but one."""
-
-    def __init__(self, folder: Path, prefix: str = "train") -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer, self._prefix = SummaryWriter(str(folder)), prefix
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(f"{self._prefix}/{name}", value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()

@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md from the configuration's models and docs/metrics.md from the catalogue of metrics: the
-pages cannot fall behind the code.
+"""Writes docs/configuration.md from the configuration's models, docs/metrics.md from the catalogue of metrics and
+docs/run-folder.md from the layout of a run's folder: the pages cannot fall behind the code.
 
     python docs/generate.py
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import catalogue
+from common import catalogue, runfolder
 from common.config import Config
 
 _OPENING = """# Configuration
@@ -42,11 +42,54 @@ default.
 """
 
 
+_RUN_FOLDER = """# The run folder
+
+<!-- Written by docs/generate.py from common/runfolder.py; change that file, then run `make docs`. -->
+
+A run keeps everything in `<run.dir>/<run id>/`, `runs/<run id>/` by default, and nothing else lies there:
+
+{layout}
+
+`config.yaml` and `environment.json` hold no passwords and no environment variables: a password is named by its file,
+and logging in to a tracker is left to its own package.
+
+A checkpoint or snapshot is a folder of its own:
+
+| path | what |
+|---|---|
+| `model/` | the float32 master weights in Hugging Face format, with tokenizer; loads in `transformers` and vLLM |
+| `adapter/` | with `learner.lora`, in place of `model/`: the adapter in PEFT's format, float32, with tokenizer |
+| `optimizer/`, `rng.safetensors`, `state.json`, with a critic `critic/` | what resuming needs besides |
+
+## Looking at runs
+
+    headrace runs list [DIR]                     one line per run, the one that was written to last first
+    headrace runs show RUN [--dir DIR]           configuration where it is not the default, environment, last metrics,
+                                                 checkpoints, warnings and errors of the logs
+    headrace runs compare RUN... [--metric KEY] [--x step|tokens|wall] [--output report.html]
+
+They read folders only, so they work on runs that are over and on copies. RUN is a folder, or an id in DIR (`runs`).
+States are told from the files:
+
+{states}
+
+`compare` draws each `--metric` (by default the reward, the accuracy over all that was sampled, the length of answers
+and the entropy) over each `--x`: steps, response tokens trained on, hours of training, those before a resume included.
+The file ends with `.png`, or with `.html`: one page with the figures inside, the last values, and where the
+configurations differ. It needs matplotlib: `pip install 'headrace[report]'`.
+
+A run that crashed and resumed has some steps twice in `metrics.jsonl`. The later record counts, and takes back
+everything that was recorded from its step on. A last line without its end is left out; any other line that is no
+record is an error that names file and line.
+"""
+
+
 _METRICS = """# Metrics
 
 <!-- Written by docs/generate.py from common/catalogue.py; change that file, then run `make docs`. -->
 
-One record per policy version, in `metrics.jsonl` (one JSON object a line) and in TensorBoard under `train/`. Shares are
+One record per policy version, in `metrics.jsonl` (one JSON object a line), and in TensorBoard and other
+[trackers](operations.md#experiment-trackers) under `train/`. Shares are
 between 0 and 1, log-probabilities and entropies in nats, durations in seconds, ages in policy versions.
 
     tensorboard --logdir runs/<run>/tensorboard
@@ -75,7 +118,18 @@ The learner serves the latest record, too: `headrace_learner_<key>` for each key
 def pages() -> dict[Path, str]:
     """Every page that is written by this script, as Markdown."""
     folder = Path(__file__).parent
-    return {folder / "configuration.md": configuration(), folder / "metrics.md": metrics()}
+    return {
+        folder / "configuration.md": configuration(),
+        folder / "metrics.md": metrics(),
+        folder / "run-folder.md": run_folder(),
+    }
+
+
+def run_folder() -> str:
+    rows = [f"| `{name}` | {text} |" for name, text in runfolder.LAYOUT.items()]
+    states = [f"| `{name}` | {text} |" for name, text in runfolder.STATES.items()]
+    layout = "\n".join(["| path | what |", "|---|---|", *rows])
+    return _RUN_FOLDER.format(layout=layout, states="\n".join(["| state | meaning |", "|---|---|", *states]))
 
 
 def metrics() -> str:

@@ -185,8 +185,10 @@ class Generator:
             report=self.handover.reporter(work),
         )
         sampled_at = time.time()
+        await self._mark("sampled", prompt.group_id)
         check_finite(samples, prompt.group_id)
         scores = await self.rewards.score(prompt, [sample.text for sample in samples])
+        await self._mark("scored", prompt.group_id)
         kind = uninformative(scores) if self.config.sampling.dynamic_sampling else None
         if kind is not None:
             self._counts["filtered"] += 1
@@ -199,6 +201,10 @@ class Generator:
             self._counts["duplicates"] += 1
             self.handover.counts["sampled_twice"] += sum(len(sample.token_ids) for sample in samples)
             self.log.warning("prompt %s: lease was taken over, group discarded", prompt.group_id)
+
+    async def _mark(self, event: str, group_id: str) -> None:
+        if self.broker.traces(group_id):
+            await asyncio.to_thread(self.broker.mark, event, [group_id], self.id, self.receiver.version)
 
     async def _wait_until_current(self, prompt: Prompt) -> None:
         """Return when the weights are recent enough for the prompt: for the learner that released it, or, where that

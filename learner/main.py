@@ -8,8 +8,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from common import environment, settings
 from common import log as logs
-from common import settings
+from common.config import Config
 from common.errors import ConfigError, HeadraceError
 
 # Exit codes: something is wrong that starting again cannot put right; and, of an elastic learner, this round is over
@@ -29,6 +30,8 @@ def main() -> int:
     from learner.startup import import_all
 
     import_all()  # here, so that nobody waits for it in the group
+    if os.environ["RANK"] == "0":
+        _record(config, arguments.config, log)
     elastic = config.learner.elastic is not None
     try:
         complete = Learner(config, log, resume=arguments.resume or elastic).run()
@@ -41,6 +44,20 @@ def main() -> int:
         log.error("another rank has gone: %s", str(error).splitlines()[0])
         return 1
     return LEAVING if elastic and not complete else 0
+
+
+def _record(config: Config, given: Path, log: logs.Logger) -> None:
+    """Write down what this learner runs with. `headrace up` has written the configuration, and gives us that file."""
+    import torch
+
+    folder = config.run.folder
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    try:
+        if given.resolve() != (folder / environment.CONFIG).resolve():
+            environment.record_config(config)
+        environment.record(folder, gpus)
+    except OSError as error:
+        log.warning("%s: what this run runs with is not written down: %s", folder, error.strerror)
 
 
 if __name__ == "__main__":

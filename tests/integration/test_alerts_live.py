@@ -8,29 +8,23 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
-import sys
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from live_run import RUN, LiveRun, tiny_run
 from valkey_helpers import free_port
 
-from broker import Server
-from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE
-from broker.processes import METRICS_VARIABLE, Child, Command, family, mark, send
 from common import catalogue
-from common.config import Config
 from k8s import dashboards
-from tests.alerts.rules import ROOT, RULES, alerts, exported
+from tests.alerts.rules import RULES, alerts, exported
 
 PROMETHEUS = os.environ.get("HEADRACE_PROMETHEUS") or shutil.which("prometheus")
 PROMTOOL = os.environ.get("HEADRACE_PROMTOOL") or shutil.which("promtool")
@@ -47,36 +41,18 @@ _NOT_HERE = ("value_loss", "value_grad_norm", "explained_variance", "return_mean
 ABSENT = {catalogue.family(key) for key in _NOT_HERE}
 
 
-class World:
-    """The run's processes, each with a port, and the Prometheus that scrapes them every second."""
+class World(LiveRun):
+    """The run, and the Prometheus that scrapes its processes every second."""
 
     def __init__(self, folder: Path, environ: dict[str, str], config: Path) -> None:
-        self.folder, self.run = folder, "watched"
-        self._environ, self._config, self._token = environ, config, secrets.token_hex(8)
-        self._children: dict[str, Child] = {}
-        self.ports = {name: free_port() for name in ("broker", "learner", "generator")}
-        for name in self.ports:
-            self.start(name)
+        super().__init__(folder, environ, config)
         self._port = free_port()
         self._prometheus = self._scrape()
-
-    def start(self, name: str) -> None:
-        argv = (sys.executable, "-c", "from common.cli import main; main()", name, str(self._config))
-        environ = {**self._environ, METRICS_VARIABLE: str(self.ports[name])}
-        self._children[name] = Child(Command(name, name, argv, environ), self._token, self.folder)
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        child = self._children[name]
-        send(family(mark(self._token, name), [child.pid]), number)
-
-    def kill(self, name: str) -> None:
-        self._children[name].kill()
 
     def close(self) -> None:
         self._prometheus.terminate()
         self._prometheus.wait(30)
-        for child in self._children.values():
-            child.kill()
+        super().close()
 
     def _scrape(self) -> subprocess.Popen[bytes]:
         """With the rules as they are, but for minutes, which are seconds here."""
@@ -116,41 +92,19 @@ class World:
     def firing(self) -> set[str]:
         return {each["metric"]["alertname"] for each in self.query('ALERTS{alertstate="firing"}')}
 
-    def exposition(self, name: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name]}/metrics", timeout=10) as answer:
-            text: str = answer.read().decode()
-            return text
-
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            ended = [name for name, child in self._children.items() if not child.gone and child.exit_code is not None]
-            logs = "\n".join(self._children[name].output(4000) for name in ended)
-            assert not ended, f"{ended} ended before {what}\n{logs}"
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S:.0f} s: {what}; firing: {self.firing()}"
-            time.sleep(0.5)
+    def told(self) -> str:
+        return f"firing: {self.firing()}\n{super().told()}"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("watched")
-    tree = yaml.safe_load((ROOT / "examples" / "tiny.yaml").read_text())
-    del tree["eval"]
-    tree["run"] = {"name": "watched", "id": "watched", "dir": str(folder)}
-    tree["model"]["path"] = str(tiny_model)
-    tree["reward"]["function"] = "tests.alerts.live_reward:score"
-    tree["sampling"]["max_response_tokens"] = 16
-    tree["broker"] = {"max_attempts": 1}
-    tree["learner"] |= {"max_steps": 100_000, "checkpoint_every": 5}
-    config = Config.model_validate(tree)
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    with Server(config.broker).start(folder) as server:
-        environ = {
-            URL_VARIABLE: server.url, PASSWORD_VARIABLE: server.password, "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HEADRACE_TEST_FAILS": str(folder / "fails"),
-        }  # fmt: skip
-        world = World(folder, environ, file)
+    changes: dict[str, dict[str, Any]] = {
+        "reward": {"function": "tests.alerts.live_reward:score"}, "sampling": {"max_response_tokens": 16},
+        "broker": {"max_attempts": 1}, "learner": {"max_steps": 100_000, "checkpoint_every": 5},
+    }  # fmt: skip
+    with tiny_run(folder, tiny_model, **changes) as (environ, file):
+        world = World(folder, {**environ, "HEADRACE_TEST_FAILS": str(folder / "fails")}, file)
         try:
             world.until("ten steps", lambda: world.value("headrace_policy_version") >= 10)
             # What is over a window needs two scrapes of every process in it.
@@ -165,7 +119,7 @@ def test_every_panel_shows_numbers(world: World) -> None:
     for board in dashboards.BOARDS:
         for panel in json.loads(dashboards.board(board))["panels"]:
             for target in panel.get("targets", []):
-                text = target["expr"].replace("$run", world.run).replace("$__rate_interval", "10s")
+                text = target["expr"].replace("$run", RUN).replace("$__rate_interval", "10s")
                 values = [float(series["value"][1]) for series in world.query(text)]
                 if not values or any(map(math.isnan, values)):
                     empty.append(f"{board}, {panel['title']}: {text}: {values}")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from common.runfolder import LAYOUT, find
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADRACE = str(Path(sys.executable).parent / "headrace")
 MARK = "HEADRACE_TEST_MARK"
@@ -110,6 +112,17 @@ class TestFleet:
         """Tokens of the current version are scored alike by both; a broadcast that did not land would show here."""
         fresh = [record["probability_gap"] for record in fleet.metrics if record["staleness_max"] == 0]
         assert all(gap < 0.005 for gap in fresh)
+
+    def test_folder_holds_what_the_docs_say(self, fleet: Fleet) -> None:
+        known = {path.split("/")[0] for path in LAYOUT}
+        unused = {"tracking", "snapshots"}  # by this configuration
+        assert {path.name for path in fleet.folder.iterdir()} == known - unused
+        (environment,) = json.loads((fleet.folder / "environment.json").read_text())
+        assert environment["packages"]["torch"]
+
+    def test_runs_list_shows_it_as_complete(self, fleet: Fleet) -> None:
+        (run,) = find(fleet.folder.parent)
+        assert (run.id, run.state(), run.steps) == ("fleet", "complete", 20)
 
     def test_every_metric_is_explained_in_the_docs(self, fleet: Fleet) -> None:
         explained = set(re.findall(r"`([a-z0-9_<>]+)`", (ROOT / "docs" / "metrics.md").read_text()))
