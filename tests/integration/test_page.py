@@ -22,7 +22,7 @@ from broker import Broker, Member
 from broker import page as page_module
 from broker.page import Page
 from broker.pageguard import TOKEN_VARIABLE
-from broker.pageview import POINTS, Curves
+from broker.pageview import POINTS, Curves, View
 from broker.reading import read
 from broker.service import run_service
 from common.config import Config
@@ -270,6 +270,15 @@ def test_events_tell_what_happened_and_answers_outlive_their_groups(config: Conf
         assert broker.newest_groups(1) == []
         assert [each["id"] for each in json.loads(_get(page, "/samples")[2])["groups"]] == [group_id]
         stream.close()
+
+
+def test_tokens_a_second_are_those_of_a_while_for_answers_count_as_they_end(config: Config, broker: Broker) -> None:
+    view = View(config, _decode)
+    for tokens, wall_s in ((0, 10), (100, 11), (100, 12), (100, 12)):  # the last is no new heartbeat
+        counters = {"tokens": float(tokens), "wall_s": float(wall_s)}
+        broker.heartbeat(Member("g1", "generator", "serving", counters=counters))
+        shown = json.loads(view.look(read(broker), broker.dead_letters))
+    assert shown["members"][0]["tokens_per_s"] == shown["tokens_per_s"] == 50.0
 
 
 def test_curves_stay_small_and_follow_a_learner_that_resumed() -> None:
