@@ -58,10 +58,13 @@ def case(name: str, ranks: int, together: int, stage: int, tokens: int = 512, **
 def check_same(ours: dict[str, Any], one: dict[str, Any]) -> None:
     """Loss, metrics, gradients and weights are those of one rank.
 
-    AdamW turns rounding into steps of lr where a gradient is near zero, and the second batch's critic shows it.
+    AdamW turns rounding into steps of lr where a gradient is near zero, and the second batch's critic shows it. The
+    norm is a float32 sum of millions of squares, in another order.
     """
     for index, (update, wanted) in enumerate(zip(ours["updates"], one["updates"], strict=True)):
-        assert update == pytest.approx(wanted, rel=1e-6 if index < 2 else 1e-4, abs=1e-6), index
+        assert update.pop("grad_norm") == pytest.approx(wanted["grad_norm"], rel=1e-5 if index < 2 else 1e-4), index
+        same = {name: value for name, value in wanted.items() if name != "grad_norm"}
+        assert update == pytest.approx(same, rel=1e-6 if index < 2 else 1e-4, abs=1e-6), index
     assert ours["tensors"].keys() == one["tensors"].keys()
     for kind, ours_of_kind in ours["tensors"].items():
         difference = np.abs(ours_of_kind - one["tensors"][kind])
