@@ -9,8 +9,8 @@ that both have that in common; what it takes to come up is not counted. The orde
 pair. The last line of the output is one JSON object:
 
 - `slowdown`: 1 - (tokens a second watched / unwatched), the mean over the pairs, with its standard error;
-- `cpu_share`: processor seconds a second that the watched service, `top`, and the viewer and scraper themselves take more
-  than the unwatched service, as a share of the machine's. What the other processes need to answer is not in it.
+- `cpu_share`: processor seconds a second that the watched service, `top`, and the viewer and scraper themselves take
+  more than the unwatched service, as a share of the machine's. What the other processes need to answer is not in it.
 """
 
 from __future__ import annotations
