@@ -76,7 +76,7 @@ export class Curves {
       ],
       axes: [
         { ...axis, size: 28, space: source === "flow" ? 70 : 50, values: (_, ticks) => ticks.map((tick) => source !== "records" || inTime || Number.isInteger(tick) ? xText(tick) : "") },
-        { ...axis, size: 44, values: (_, ticks) => ticks.map(brief) },
+        { ...axis, size: 44, values: (_, ticks) => ticks.map((tick) => Math.abs(tick) >= 10000 ? brief(tick) : String(+tick.toPrecision(6))) },
       ],
       legend: { live: true, markers: { width: 0, fill: (plot, line) => plot.series[line].stroke() } },
     };
