@@ -102,9 +102,9 @@ class Learner:
         self._startup.mark("checkpoint")
         self.log.version = str(self.version)
         self.log.info("model and optimizer ready at version %d, %d ranks", self.version, dist.get_world_size())
-        # Until here there is nothing that SIGTERM could lose.
         if dist.get_rank() == 0:
             self.log.info("computing with %s", choices.chosen(self.config))
+        # Until here there is nothing that SIGTERM could lose.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
         if dist.get_rank() == 0:
