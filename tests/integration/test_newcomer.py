@@ -94,7 +94,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 class Shell:
-    """One interactive-like bash: job control is on, as on a terminal, so that a job can be sent Ctrl-C's signal."""
+    """One bash with job control, as on a terminal: without it jobs in the background are deaf to Ctrl-C's signal."""
 
     def __init__(self, folder: Path, errors: Path) -> None:
         self._errors = errors
@@ -103,9 +103,10 @@ class Shell:
         environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
         environ.pop("HEADRACE_REDIS_URL", None)
         self.process = subprocess.Popen(
-            ["bash", "--norc", "-m"], cwd=folder, env=environ, text=True, start_new_session=True,
+            ["bash", "--norc"], cwd=folder, env=environ, text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors.open("w"),
         )  # fmt: skip
+        self.run("set -m")
 
     def run(self, line: str) -> tuple[list[str], int]:
         """What a command prints to standard output, and its exit code."""
