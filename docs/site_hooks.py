@@ -1,8 +1,8 @@
 """MkDocs hooks: what lies outside of docs/ and belongs on the site, and links that work there and on GitHub alike.
 
-Pages link to each other, and out of docs/, by relative paths, as GitHub wants it. On the site a link to a file that has a
-page there leads to that page; any other leads to the repository, `HEADRACE_REPOSITORY` (such as
-https://git.example/headrace/blob/main), and where that is not set is no link but its text. Needs MkDocs; see `make site`.
+Pages link to each other, and out of docs/, by relative paths, as GitHub wants it. On the site a link to a file that has
+a page there leads to that page; any other leads to the repository, `HEADRACE_REPOSITORY` (for example
+https://git.example/headrace/blob/main), and where that is not set is only its text. Needs MkDocs; see `make site`.
 """
 
 from __future__ import annotations

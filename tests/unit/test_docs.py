@@ -1,5 +1,5 @@
-"""What the documents show is true: the page of fields is current, the YAML parses, the links lead somewhere, the site has
-every page."""
+"""What the documents show is true: the page of fields is current, the YAML parses, the links lead somewhere, the
+site has every page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_site_has_every_page_once() -> None:
 
 def test_pictures_are_shown_and_carry_their_words() -> None:
     """Everyone who cannot see a picture gets its alternative text; each follows the reader's light or dark setting."""
-    shown = [found for page in PAGES for found in re.findall(r"!\[([^\]]*)\]\((?:docs/)?(img/[^)]+\.svg)\)", page.read_text())]
+    picture = re.compile(r"!\[([^\]]*)\]\((?:docs/)?(img/[^)]+\.svg)\)")
+    shown = [found for page in PAGES for found in picture.findall(page.read_text())]
     assert sorted({path for _, path in shown}) == sorted(f"img/{p.name}" for p in (ROOT / "docs/img").glob("*.svg"))
     assert all(len(words) > 40 for words, _ in shown)
     for path in (ROOT / "docs/img").glob("*.svg"):
