@@ -1,9 +1,9 @@
 """docs/start.md, command by command, as a newcomer would type it: one shell, a fresh copy of the tracked files.
 
-The rule. Blocks `console` hold commands after `$ `, and below each what it prints. Blocks that open with a comment naming
-a file are that file. A command must end with 0, or with N where its line ends with `# ends with N`. What it prints to standard
-output must be the lines shown, in that order, and nothing else: `...` is any number of lines or the rest of a line, a number
-stands for any number, and runs of spaces count as one. Standard error is not compared.
+The rule. Blocks `console` hold commands after `$ `, and below each what it prints. Blocks that open with a comment
+naming a file are that file. A command must end with 0, or with N where its line ends with `# ends with N`. What it
+prints to standard output must be the lines shown, in that order, and nothing else: `...` is any number of lines or
+the rest of a line, a number stands for any number, and runs of spaces count as one. Standard error is not compared.
 
 Left out: `make venv`, which takes minutes and the network. The environment that runs this test takes its place.
 """
