@@ -59,11 +59,11 @@ _RIGHTS: dict[Role, tuple[_Right, ...]] = {
         ("xadd xread xrange", "trace"),
         ("hset hget hmget hdel hgetall", "rounds"),
         ("hgetall del", "answers"),
-        ("xpending xrange memory|usage", "groups"),
+        ("xpending xrange xrevrange memory|usage", "groups"),
         ("zrange", "outstanding unsettled"),
         ("hget", "arrived"),
         ("hgetall", "expiries"),
-        ("xlen", "dead"),
+        ("xlen xrevrange", "dead"),
     ),
     "generator": (
         *_MEMBER,

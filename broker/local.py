@@ -26,7 +26,8 @@ from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE, USER_VARIABLE, Endpo
 from broker.elastic import nodes_for
 from broker.guard import SERVER, Guard
 from broker.nodes import Nodes
-from broker.processes import MARK, Child, Command, Waiter, kill_family, mark, metrics_port
+from broker.pageguard import token_of, url_file
+from broker.processes import MARK, Child, Command, Waiter, kill_family, mark, metrics_port, page_port
 from broker.progress import MetricsTail, Progress
 from broker.reading import REFRESH_S, Observer
 from broker.server import Server
@@ -73,6 +74,8 @@ def run_fleet(config: Config, generators: int, ranks: int | None, resume: bool) 
     config = config.model_copy(update={"run": run})
     if ranks is not None and config.learner.elastic is not None:
         nodes_for(config, ranks)
+    if config.page.enabled:
+        token_of(config.page)
     path = environment.record_config(config)
     return Fleet(config, commands(config, path, generators, resume), ranks=ranks).run()
 
@@ -85,7 +88,7 @@ def commands(config: Config, path: Path, generators: int, resume: bool) -> list[
         return {"OMP_NUM_THREADS": str(threads), **metrics_port(config, number)}
 
     return [
-        Command("broker", "broker", (*headrace, "broker", str(path)), environ(0, 1)),
+        Command("broker", "broker", (*headrace, "broker", str(path)), {**environ(0, 1), **page_port(config)}),
         *(
             Command(
                 name,
@@ -156,6 +159,7 @@ class Fleet:
         self._waiter.watch(self._server.process.pid)
 
     def _start_members(self) -> None:
+        url_file(self.config).unlink(missing_ok=True)
         for command in self._commands:
             if self._nodes is None or command.role != "learner":
                 self._start(command)
@@ -165,6 +169,7 @@ class Fleet:
             for command in self._nodes.missing(wished):
                 self._nodes.started(self._start(command))
         self._observer.start()
+        self._page_said = False
         names = ", ".join(child.name for child in self._children)
         self._progress.say(f"run {self.config.run.run_id}: {names} started; logs in {self._logs}")
 
@@ -203,6 +208,7 @@ class Fleet:
         while True:
             self._waiter.wait(REFRESH_S)
             self._progress.update(self._observer.latest, tail.read())
+            self._say_page()
             if self._waiter.signals:
                 number = self._waiter.signals[0]
                 self._progress.say(f"{number.name}: stopping in order; once more to kill everything at once")
@@ -210,6 +216,13 @@ class Fleet:
             if (outcome := self._judge()) is not None:
                 return outcome
             self._resize()
+
+    def _say_page(self) -> None:
+        """Once the broker service has a port for it, say where the page is."""
+        file = url_file(self.config)
+        if not self._page_said and file.exists() and (url := file.read_text(encoding="utf-8")):
+            self._page_said = True
+            self._progress.say(f"the run as a page: {url}")
 
     def _resize(self) -> None:
         """Start and dismiss nodes of an elastic learner until there are as many as wished for."""

@@ -113,11 +113,17 @@ class Command:
 
 
 METRICS_VARIABLE = "HEADRACE__METRICS__PORT"
+PAGE_VARIABLE = "HEADRACE__PAGE__PORT"
 
 
 def metrics_port(config: Config, number: int) -> dict[str, str]:
     """Environment of the member of that number on this machine: a port of its own for its metrics, if any are shown."""
     return {} if config.metrics.port is None else {METRICS_VARIABLE: str(config.metrics.port + number)}
+
+
+def page_port(config: Config) -> dict[str, str]:
+    """Environment of the broker service: a free port for its page, where none is configured."""
+    return {} if config.page.port is not None else {PAGE_VARIABLE: "0"}
 
 
 class Child:

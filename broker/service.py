@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +24,8 @@ from broker.evaluator import Evaluator
 from broker.exporter import RunCollector
 from broker.feeder import Feeder
 from broker.hunger import observe
+from broker.page import Page
+from broker.pageguard import token_of
 from broker.reading import Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
@@ -33,12 +37,15 @@ from common.exposition import expose
 from common.health import Health
 from common.log import Logger
 
+LINGER_S = 30.0  # as long as `headrace up` waits for generators
+
 
 class Watch:
-    """The service's latest reading of the run, and the port that shows it."""
+    """The service's latest reading of the run, and the port and the page that show it."""
 
     def __init__(self, config: Config) -> None:
         self.reading: Reading | None = None
+        self.page: Page | None = None
         scaler = Autoscaler(config.autoscale, config.learner.groups_per_step, config.autoscale.min)
         self._config, self._scaler = config, scaler
         self.health = Health(config.metrics.stalled_s)
@@ -48,7 +55,7 @@ class Watch:
 
     def look(self, broker: Broker) -> None:
         """Read the run anew, where anybody can see it: it takes a dozen commands."""
-        if self._config.metrics.port is None:
+        if self._config.metrics.port is None and self.page is None:
             return
         first, self.reading = self.reading is None, read(broker)
         if first:  # of a service that was started again: what is there stays
@@ -56,6 +63,33 @@ class Watch:
         self._scaler.observe(observe(self._config, self.reading.members, self.reading.queues, self.reading.at))
         self.health.beat()
         self.health.ready_when(lambda: "")
+        if self.page is not None:
+            self.page.show(broker, self.reading)
+
+    def linger(self, broker: Broker, stop: threading.Event) -> None:
+        """Of a run that is finished: while somebody looks at the page, show how the generators leave, then the end."""
+        if self.page is None:
+            return
+        deadline = time.monotonic() + LINGER_S
+        while self.page.viewers and not stop.is_set() and time.monotonic() < deadline:
+            self.look(broker)
+            if self.reading is None or not self.reading.in_role("generator"):
+                break
+            stop.wait(broker.config.broker.heartbeat_s)
+        self.page.show(broker, read(broker), finished=True)
+
+    @contextmanager
+    def showing(self, decode: Callable[[Sequence[int]], str], log: Logger) -> Iterator[None]:
+        """Serve the page meanwhile, where it is wanted. ConfigError as `Page`."""
+        if not self._config.page.enabled or self._config.page.port is None:
+            yield
+            return
+        self.page = Page(self._config, decode, log)
+        try:
+            yield
+        finally:
+            page, self.page = self.page, None
+            page.close()
 
     def __enter__(self) -> None:
         self._close = self._open()
@@ -75,6 +109,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
         HeadraceError: the source cannot be opened, or the server is gone for longer than `broker.reconnect_s`.
     """
     log = logging.setup(config.run.run_id, "broker")
+    if config.page.enabled and config.page.port is not None:
+        token_of(config.page)  # before anything is taken
     broker = Broker.connect(config)
     watch = Watch(config)
     with stop_signal(stopping) as stop, watch:
@@ -88,7 +124,8 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             exporter = None
             if config.tracing.sample > 0 and config.tracing.endpoint is not None:
                 exporter = Exporter(broker, config.tracing.endpoint, log)
-            with hosting(broker, config, log):
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            with hosting(broker, config, log), watch.showing(decode, log):
                 _serve(broker, feeder, evaluator, exporter, watch, stop, log)
         finally:
             broker.close()
@@ -131,6 +168,7 @@ def _serve(
         stale = stale and finished
         if finished and not stale:
             log.info("the run is finished")
+            watch.linger(broker, stop)
             break
         stop.wait(broker.config.broker.heartbeat_s)
     stop.set()

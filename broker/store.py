@@ -9,6 +9,7 @@ readings below. Every write is one atomic script or command that is safe to send
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -20,8 +21,10 @@ from broker.fleet import Fleet
 from broker.keys import GENERATORS, LEARNER
 from broker.records import Lease, Ledger, Queues, Unfinished, Whereabouts
 from broker.tracing import Traced
+from common import wire
 from common.config import Config
-from common.trajectory import Group, PartialGroup
+from common.errors import WireError
+from common.trajectory import Group, PartialGroup, Prompt
 
 _COUNTERS = tuple(field.name for field in fields(Ledger) if field.name != "outstanding")
 
@@ -104,6 +107,17 @@ class Broker(Traced, DeadLetters, Evaluations, Fleet, Elastic):
 
     def _bytes(self, key: str) -> int:
         return int(self._call(lambda: self._client.memory_usage(key)) or 0)
+
+    def newest_groups(self, count: int) -> list[tuple[str, Prompt, Group]]:
+        """Up to `count` of the groups in the stream, newest first: entry id, prompt and group of each. What cannot be
+        decoded, or holds another number of responses, is left out."""
+        entries = self._call(lambda: self._client.xrevrange(self.keys.groups, count=count))
+        found = []
+        for entry_id, values in entries:
+            with suppress(WireError):
+                group = wire.decode_group(values.get(b"p", b""), self.config.sampling.group_size)
+                found.append((entry_id.decode(), wire.decode_prompt(values.get(b"q", b"")), group))
+        return found
 
     def server_memory(self) -> tuple[int, int]:
         """Bytes the server uses, and its limit (0: none)."""

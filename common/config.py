@@ -17,6 +17,7 @@ from common.config_broker import SentinelConfig as SentinelConfig
 from common.config_broker import TlsConfig as TlsConfig
 from common.config_broker import check_url, scheme
 from common.config_elastic import ElasticConfig as ElasticConfig
+from common.config_learner import LearnerConfig as LearnerConfig
 from common.config_lora import LoraConfig as LoraConfig
 from common.config_metrics import AutoscaleConfig as AutoscaleConfig
 from common.config_metrics import MetricsConfig as MetricsConfig
@@ -24,6 +25,7 @@ from common.config_objective import CorrectionConfig as CorrectionConfig
 from common.config_objective import GaeAdvantage as GaeAdvantage
 from common.config_objective import ObjectiveConfig
 from common.config_objective import OptimizerConfig as OptimizerConfig
+from common.config_page import PageConfig as PageConfig
 from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from common.config_tracing import TracingConfig as TracingConfig
 from common.config_tracking import TrackingConfig as TrackingConfig
@@ -236,40 +238,6 @@ class StalenessConfig(Section):
         return 0 if self.expired_tokens == "wait" else self.max_staleness
 
 
-class LearnerConfig(Section):
-    """The DeepSpeed learner."""
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    ranks: PositiveInt = Field(1, description="Data-parallel ranks on a node.")
-    elastic: ElasticConfig | None = Field(None, description="Nodes that come and go. Null: one node, which stays.")
-    groups_per_step: PositiveInt = 8
-    updates_per_batch: PositiveInt = Field(1, description="Optimizer updates per batch (mini-batches).")
-    micro_batch_tokens: PositiveInt = Field(8192, description="Hard limit of tokens per micro-batch and rank.")
-    max_steps: PositiveInt = 1000
-    checkpoint_every: PositiveInt = Field(100, description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = 2
-    snapshot_every: NonNegativeInt = Field(
-        10, description="Steps between snapshots, checkpoints written to snapshot_folder; 0: none."
-    )
-    keep_snapshots: PositiveInt = 2
-    snapshot_folder: Path | None = Field(
-        None,
-        description="Fast storage that survives what the run has to survive; a folder per run is made in it. Null: "
-        "snapshots/ in the run's folder.",
-    )
-    settle_on: Literal["snapshot", "checkpoint", "step"] = Field(
-        "snapshot",
-        description="When trained groups leave Redis. snapshot: when a snapshot or checkpoint that contains them is "
-        "durable; a crash trains them again. checkpoint: the same, but a snapshot is not enough. step: right after "
-        "their step; a crash loses what the last snapshot lacks.",
-    )
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lora: LoraConfig | None = Field(None, description="Adapters on a frozen base. Null: the whole model is trained.")
-    gradient_checkpointing: bool = False
-    threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")
-
-
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
@@ -322,6 +290,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    page: PageConfig = PageConfig()
     tracking: TrackingConfig = TrackingConfig()
     tracing: TracingConfig = TracingConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
@@ -342,11 +311,11 @@ class Config(Section):
     def _combinations(self) -> Config:
         sampling, learner, objective = self.sampling, self.learner, self.objective
         longest = sampling.max_prompt_tokens + sampling.max_response_tokens
-        if learner.micro_batch_tokens < longest:
+        if learner.row_tokens < longest:
             raise ValueError(
                 f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, less than the longest possible sequence "
                 f"({sampling.max_prompt_tokens} prompt + {sampling.max_response_tokens} response tokens); use at least "
-                f"{longest}"
+                f"{-(-longest // learner.sequence_parallel)}"
             )
         if objective.overlong_cache_tokens > sampling.max_response_tokens:
             raise ValueError(

@@ -37,6 +37,7 @@ LAYOUT: dict[str, str] = {
     "checkpoints/step-<n>/": "what the run can be resumed from, see below",
     "snapshots/step-<n>/": "the same, more often, unless `learner.snapshot_folder` names another place",
     "redis/": "data, password and log of the server that `up` started",
+    "page.url": "where the live page is, while it is served",
     "audit.json": "the ledger at the end of the run, or of its last part",
 }
 

@@ -21,6 +21,7 @@ from learner.gae import Float64Array, Moments, estimate, moments, value_loss, wh
 from learner.logprobs import row_inputs
 from learner.models import critic_model
 from learner.packing import Packed
+from learner.sequence import Sharing
 from learner.zero import ZeroEngine, warmup_lr
 
 
@@ -57,16 +58,15 @@ class Judged:
 class Critic:
     """Value model and optimizer of this rank."""
 
-    def __init__(self, config: Config, advantage: GaeAdvantage) -> None:
-        self.settings = advantage
+    def __init__(self, config: Config, advantage: GaeAdvantage, sharing: Sharing) -> None:
+        self.settings, self.sharing = advantage, sharing
         self.engine = ZeroEngine(critic_model(config), advantage.optimizer, config.learner)
 
     def values(self, pack: Packed) -> torch.Tensor:
         """V at every token of a packed row, (R,) float32 with gradient."""
-        device = self.engine.device
-        predict_from = torch.tensor(pack.predict_from, dtype=torch.long, device=device)
-        out: torch.Tensor = self.engine.module(predict_from=predict_from, **row_inputs(pack, device))
-        return out
+        part = self.sharing.part(pack)
+        predict_from, row = row_inputs(part, self.engine.device)
+        return part.whole(self.engine.module(predict_from=predict_from, **row))
 
     @torch.no_grad()
     def judge(self, updates: Sequence[Sequence[Packed]]) -> list[Judged]:
@@ -97,7 +97,7 @@ class Critic:
         ]
 
     def _over_ranks(self, total: Moments) -> Moments:
-        sums = torch.tensor(total.array(), device=self.engine.device)
+        sums = torch.tensor((total if self.sharing.leads else Moments()).array(), device=self.engine.device)
         dist.all_reduce(sums)
         return Moments.from_array(sums.cpu().numpy())
 
@@ -113,7 +113,8 @@ class Critic:
             loss = value_loss(
                 values, old.to(values), returns.to(values), mask, scale.to(values), self.settings.value_clip
             )
-            total += loss.detach().double()
+            if self.sharing.leads:
+                total += loss.detach().double()
             norm = self.engine.backward(loss, values, last=index == len(judged.packs) - 1) or 0.0
         dist.all_reduce(total)
         nonfinite = not math.isfinite(norm)

@@ -12,13 +12,14 @@ from pathlib import Path
 from common.config import Config
 from common.doctor import Finding, fault, ok, warning
 from common.weightwire import resolve_backend
+from learner import choices
 from learner.checks import check
 
 
 def settings(config: Config) -> Iterator[Finding]:
     """Do the learner's section and this machine go together?"""
     check(config)
-    yield ok("learner", f"{config.learner.ranks} ranks, ZeRO {config.learner.zero_stage}, {config.learner.dtype}")
+    yield ok("learner", f"{config.learner.ranks} ranks, ZeRO {config.learner.zero_stage}, {choices.chosen(config)}")
 
 
 def model(config: Config) -> Iterator[Finding]:

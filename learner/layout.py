@@ -41,8 +41,8 @@ def layout(step: Step, ranks: int, limit: int) -> LockSteps:
     longest = max([len(group.group.prompt_ids) + max(group.lengths) for group in groups], default=1)
     if longest > limit:
         raise HeadraceError(
-            f"a prompt with one response has {longest} tokens, more than learner.micro_batch_tokens "
-            f"({limit}); use at least {longest}"
+            f"a prompt with one response has {longest} tokens, more than learner.micro_batch_tokens times "
+            f"learner.sequence_parallel ({limit}); use at least {longest}"
         )
     groups.sort(key=lambda group: len(group.group.prompt_ids))  # those whose prompts cost least are cut first
     good = _GOOD * sum(group.cost for group in groups) / ranks

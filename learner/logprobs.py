@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from learner.attention import row_blocks
+from learner.attention import row_attention, row_blocks
 from learner.head import FusedHead, Wanted
 from learner.packing import Packed
+from learner.sequence import ALONE, Part, Sharing
 
 
 def check_packable(model_config: Any, longest: int) -> None:
@@ -41,7 +42,12 @@ def check_packable(model_config: Any, longest: int) -> None:
 
 
 def packed_logprobs(
-    model: nn.Module, packed: Packed, temperature: float, chunk: int | None = None, entropy_gradient: bool = False
+    model: nn.Module,
+    packed: Packed,
+    temperature: float,
+    chunk: int | None = None,
+    entropy_gradient: bool = False,
+    sharing: Sharing = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every target of a packed row, and the entropy at it.
 
@@ -52,48 +58,45 @@ def packed_logprobs(
         temperature: the sampler's.
         chunk: tokens whose float32 logits exist at the same time; None: what suits the head.
         entropy_gradient: whether entropy carries a gradient too.
+        sharing: with whom this rank computes the row; all of them call this with the same one.
 
     Returns:
         logp (R,) and entropy (R,), nats, float32 (or float64); without `entropy_gradient` only logp carries a gradient.
     """
-    device = next(model.parameters()).device
-    predict_from, targets = (
-        torch.tensor(array, dtype=torch.long, device=device) for array in (packed.predict_from, packed.targets)
-    )
+    device, part = next(model.parameters()).device, sharing.part(packed)
+    predict_from, row = row_inputs(part, device)
+    targets = torch.tensor(packed.targets[part.targets], dtype=torch.long, device=device)
     inner: Any = getattr(model, "module", model)
     fused = getattr(inner.get_output_embeddings(), "forward", None)
     if not isinstance(fused, FusedHead):
-        output = model(**row_inputs(packed, device), logits_to_keep=predict_from)
-        return token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient)
-    fused.wanted = Wanted(targets, temperature, chunk, entropy_gradient)
-    logp, entropy = model(**row_inputs(packed, device), logits_to_keep=predict_from).logits[0].unbind(-1)
+        output = model(**row, logits_to_keep=predict_from)
+        both = torch.stack(token_logprobs(output.logits[0], targets, temperature, chunk or 1024, entropy_gradient), -1)
+    else:
+        fused.wanted = Wanted(targets, temperature, chunk, entropy_gradient)
+        both = model(**row, logits_to_keep=predict_from).logits[0]
+    logp, entropy = part.whole(both).unbind(-1)
     return logp, entropy if entropy_gradient else entropy.detach()
 
 
-def row_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
-    """What a Hugging Face model is called with to compute a packed row; `blocks` is for `learner.attention`."""
-    row = {name: torch.tensor(getattr(packed, name), dtype=torch.long, device=device)
+def row_inputs(part: Part, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Where in a rank's part of a packed row its targets are predicted from, (own targets,) int64, and what a Hugging
+    Face model is called with to compute it; `blocks` and `sharing` are for `learner.attention`."""
+    whole, shared = part.row, part.sharing.size > 1
+    row = {name: torch.tensor(getattr(whole, name), dtype=torch.long, device=device)
            for name in ("input_ids", "position_ids", "group_of", "response_of")}  # fmt: skip
-    seen = row_attention(row["group_of"], row["response_of"])[None, None]
-    return {
-        "input_ids": row["input_ids"][None],
-        "position_ids": row["position_ids"][None],
-        "attention_mask": seen,
-        "blocks": row_blocks(packed.group_of, packed.response_of, seen),
+    inputs = {
+        "input_ids": row["input_ids"][None, part.tokens],
+        "position_ids": row["position_ids"][None, part.tokens],
+        # Of a shared row no rank needs the mask; one that fits nothing shows an attention that would miss the blocks.
+        "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+        if shared
+        else row_attention(row["group_of"], row["response_of"])[None, None],
+        "blocks": row_blocks(whole.group_of, whole.response_of, device),
         "use_cache": False,
+        **({"sharing": part.sharing} if shared else {}),
     }
-
-
-def row_attention(group_of: Tensor, response_of: Tensor) -> Tensor:
-    """(T, T) bool, True where the token of the row may see that of the column.
-
-    A token sees those before it, and itself, in its group's prompt and in its own response.
-    """
-    order = torch.arange(len(group_of), device=group_of.device)
-    before = order[None, :] <= order[:, None]
-    same_group = group_of[None, :] == group_of[:, None]
-    prompt_or_own = (response_of[None, :] == -1) | (response_of[None, :] == response_of[:, None])
-    return before & same_group & prompt_or_own
+    predict_from = torch.tensor(whole.predict_from[part.targets], dtype=torch.long, device=device) - part.tokens.start
+    return predict_from, inputs
 
 
 def token_logprobs(

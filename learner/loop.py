@@ -35,7 +35,7 @@ from common.log import Logger
 from common.metrics import JsonlSink, MetricSink
 from common.trackers import Target
 from common.tracking import Trackers
-from learner import ranks, resuming
+from learner import choices, ranks, resuming
 from learner.batch import Step, any_too_old, build_step, split_groups
 from learner.checkpoint import State
 from learner.collector import Batch, Collector
@@ -103,6 +103,8 @@ class Learner:
         self.log.version = str(self.version)
         self.log.info("model and optimizer ready at version %d, %d ranks", self.version, dist.get_world_size())
         # Until here there is nothing that SIGTERM could lose.
+        if dist.get_rank() == 0:
+            self.log.info("computing with %s", choices.chosen(self.config))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
         if dist.get_rank() == 0:
@@ -269,10 +271,12 @@ class Learner:
         return [step for step in steps if step.tokens]
 
     def _shares(self, steps: list[Step], save: bool) -> list[Share]:
-        """One share per rank: for every optimizer step its packs."""
-        world = dist.get_world_size()
-        plans = [plan(step, world, self.config.learner.micro_batch_tokens) for step in steps]
-        return [Share("train", tuple(tuple(plan_[rank]) for plan_ in plans), save) for rank in range(world)]
+        """One share per rank: for every optimizer step its packs, the same for those that share rows."""
+        world, together = dist.get_world_size(), self.config.learner.sequence_parallel
+        plans = [plan(step, world // together, self.config.learner.row_tokens) for step in steps]
+        return [
+            Share("train", tuple(tuple(packs[rank // together]) for packs in plans), save) for rank in range(world)
+        ]
 
     def _tell(self, shares: list[Share]) -> Share:
         """Send every rank its share; rank 0's own comes back."""

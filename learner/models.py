@@ -13,6 +13,7 @@ from common.lora import Adapter
 from learner import attention, lora
 from learner.head import fuse_head
 from learner.logprobs import check_packable, float32_head
+from learner.sequence import check_heads
 
 
 def causal_model(config: Config, path: str) -> Any:
@@ -26,14 +27,28 @@ def causal_model(config: Config, path: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.learner.dtype),
-        attn_implementation=attention.register(),  # knows the blocks of a packed row
+        attn_implementation="sdpa" if config.learner.attention == "sdpa" else attention.register(),
         trust_remote_code=config.model.trust_remote_code,
     )
     check_packable(model.config, config.sampling.max_prompt_tokens + config.sampling.max_response_tokens)
+    if config.learner.sequence_parallel > 1:
+        _check_shareable(model, config.learner.sequence_parallel)
     if config.learner.dtype != "float32":
         float32_head(model)
     fuse_head(model)
     return model
+
+
+def _check_shareable(model: Any, size: int) -> None:
+    """Raises ConfigError where `size` ranks cannot share the model's rows."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    check_heads(size, heads, getattr(text, "num_key_value_heads", None) or heads)
+    if not attention.reached(model):
+        raise ConfigError(
+            f"learner.sequence_parallel: {size}, but not every layer of a {model.config.model_type} hands on to its "
+            "attention what it needs for a part of a row; use 1, or another model"
+        )
 
 
 def policy_model(config: Config) -> tuple[Any, Adapter | None]:
@@ -42,7 +57,21 @@ def policy_model(config: Config) -> tuple[Any, Adapter | None]:
     model.train()
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model, None if config.learner.lora is None else lora.add(model, config.learner.lora)
+    adapter = None if config.learner.lora is None else lora.add(model, config.learner.lora)
+    if config.learner.compile == "layers":
+        compile_layers(model)
+    return model, adapter
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch compile the model's layers, in place, for rows of any length.
+
+    Attention is left out (`learner.attention`): it depends on what is in a row, and would be compiled for each.
+    """
+    names = set(model._no_split_modules or ())
+    for layer in model.modules():
+        if type(layer).__name__ in names:
+            layer.compile(dynamic=True)
 
 
 def reference_model(config: Config, policy: Any, device: torch.device) -> nn.Module:

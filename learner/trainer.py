@@ -1,10 +1,11 @@
 """The learner's side of a batch: the policy, what is scored before its updates, and one optimizer update over packed
 micro-batches.
 
-Runs on every rank. What it promises: the gradient of an update is that of the whole mini-batch, however it was cut into
-micro-batches and ranks (architecture, invariant 10), for which the loss of a token arrives already divided by the
-mini-batch's one N (see also `learner.zero`); and what is optional (a proximal pass, a reference, a critic) is not there
-unless the objective asks for it.
+Runs on every rank; ranks that share rows (`learner.sequence`) are given the same packs and compute the same losses.
+What it promises: the gradient of an update is that of the whole mini-batch, however it was cut into micro-batches and
+ranks (architecture, invariant 10), for which the loss of a token arrives already divided by the mini-batch's one N (see
+also `learner.zero`); and what is optional (a proximal pass, a reference, a critic) is not there unless the objective
+asks for it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from learner.models import policy_model, reference_model
 from learner.objective import Tokens, interpolated_proximal, policy_loss, rejection_mask
 from learner.objective_metrics import Metrics, MetricSums
 from learner.packing import Packed, surviving_tokens
+from learner.sequence import Sharing
 from learner.zero import ZeroEngine, warmup_lr
 
 
@@ -73,6 +75,7 @@ class Trainer:
         )
         self.policy = ZeroEngine(model, config.learner.optimizer, config.learner)
         self.engine, self.device = self.policy.module, self.policy.device
+        self.sharing = Sharing.join(config.learner.sequence_parallel)
         objective = config.objective
         self.reference: nn.Module | None = None
         # An adapter's own base is the reference without a copy of it.
@@ -80,7 +83,7 @@ class Trainer:
             self.reference = reference_model(config, model, self.device)
         self.critic: Critic | None = None
         if isinstance(objective.advantage, GaeAdvantage):
-            self.critic = Critic(config, objective.advantage)
+            self.critic = Critic(config, objective.advantage, self.sharing)
 
     @property
     def needs_proximal_pass(self) -> bool:
@@ -122,7 +125,8 @@ class Trainer:
         tensor per pack, nats."""
         model = self.engine if model is None else model
         with nullcontext() if self.adapter is None else lora.without_dropout(model):
-            return [packed_logprobs(model, pack, self.config.sampling.temperature)[0] for pack in packs]
+            temperature = self.config.sampling.temperature
+            return [packed_logprobs(model, pack, temperature, sharing=self.sharing)[0] for pack in packs]
 
     def score_reference(self, packs: Sequence[Packed]) -> list[torch.Tensor]:
         """The same under the reference: a model of its own, or the policy without its adapter."""
@@ -155,10 +159,12 @@ class Trainer:
                 packs[index],
                 self.config.sampling.temperature,
                 entropy_gradient=objective.entropy_bonus > 0,
+                sharing=self.sharing,
             )
             tokens = self._tokens(packs[index], logp, entropy, mask, scale, prox[index] if prox else None)
             result = policy_loss(tokens, objective, reference[index] if reference else None)
-            sums = sums + result.sums
+            if self.sharing.leads:
+                sums = sums + result.sums
             norm = self.policy.backward(result.loss, logp, last=index == len(counted) - 1) or 0.0
         if nonfinite := not math.isfinite(norm):
             sums, norm = MetricSums.zero(self.device), 0.0
@@ -215,6 +221,8 @@ class Trainer:
             for pack, scored in zip(packs, prox, strict=True)
         ]
         tokens = self._tensor(surviving_tokens(packs, [mask.cpu().numpy() for mask in masks]))
+        if not self.sharing.leads:
+            tokens.zero_()
         dist.all_reduce(tokens)
         if not tokens.any():
             return []

@@ -75,7 +75,7 @@ class Fleet:
 @pytest_asyncio.fixture(loop_scope="session")
 async def fleet(engine: Engine, make_config: Callable[..., Config], tiny_model: Path) -> AsyncIterator[Fleet]:
     config = make_config(
-        weights={"backend": "gloo", "timeout_s": 30, "bucket_mb": 1}, broker={"heartbeat_s": 0.2, "member_ttl_s": 2}
+        weights={"backend": "gloo", "timeout_s": 30, "bucket_mb": 1}, broker={"heartbeat_s": 0.2, "member_ttl_s": 10}
     )
     broker = Broker.connect(config)
     receiver = WeightReceiver(engine, broker, "g1", Logger("test", "g1"))

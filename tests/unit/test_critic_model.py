@@ -13,13 +13,13 @@ from learner.batch import build_step
 from learner.logprobs import row_inputs
 from learner.models import CriticModel
 from learner.packing import Packed, plan
+from learner.sequence import ALONE
 from learner.trainer import Trainer
 
 
 def values(critic: CriticModel, row: Packed) -> torch.Tensor:
-    out: torch.Tensor = critic(
-        predict_from=torch.tensor(row.predict_from).long(), **row_inputs(row, torch.device("cpu"))
-    )
+    predict_from, inputs = row_inputs(ALONE.part(row), torch.device("cpu"))
+    out: torch.Tensor = critic(predict_from=predict_from, **inputs)
     return out
 
 
