@@ -14,7 +14,7 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv runtime runtime-packages quickstart test chaos members learn lint docs k8s-test k8s-generate clean
+.PHONY: help venv runtime runtime-packages quickstart test chaos members learn lint docs site k8s-test k8s-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -80,6 +80,17 @@ lint: $(STAMP) ## Ruff, mypy and the arrows between the packages
 
 docs: $(STAMP) ## Write docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python docs/generate.py
+
+# In an environment of its own, since none of it is Headrace's; the built pages need no network.
+DOCS_VENV ?= .venv-docs
+$(DOCS_VENV)/.stamp: requirements/docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --disable-pip-version-check -q --no-deps -r requirements/docs.txt
+	touch $@
+
+site: $(DOCS_VENV)/.stamp ## Build the site of docs/ into build/site (open build/site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 # The linters live in an environment of their own: checkov wants older versions of what headrace uses.
 K8S_VENV ?= .venv-k8s

@@ -38,5 +38,7 @@ def existing_run(config: Config, run_id: str | None) -> Config:
     """
     chosen = run_id or config.run.id or newest_run_id(config.run)
     if chosen is None and config.broker.address is None:
-        raise ConfigError(f"{config.run.dir}: no run named {config.run.name!r} there; give its id with --run-id")
+        there = sorted((path.parent for path in config.run.dir.glob("*/config.yaml")), key=_age_key, reverse=True)
+        known = f"; the newest there: {', '.join(path.name for path in there[:5])}" if there else ""
+        raise ConfigError(f"{config.run.dir}: no run named {config.run.name!r} there; give its id with --run-id{known}")
     return with_run_id(config, chosen or config.run.run_id)

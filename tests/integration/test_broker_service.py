@@ -294,9 +294,14 @@ def test_newest_run_id_ignores_runs_of_longer_names(make_config: MakeConfig) -> 
     assert existing_run(_own_server(config), "quick-other").run.run_id == "quick-other"
 
 
-def test_existing_run_without_any_says_where_it_looked(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"no run named 'none'.*--run-id"):
-        existing_run(_own_server(make_config(run={"name": "none", "id": None})), None)
+def test_existing_run_without_any_says_where_it_looked_and_what_is_there(make_config: MakeConfig) -> None:
+    config = _own_server(make_config(run={"name": "none", "id": None}))
+    with pytest.raises(ConfigError, match=r"no run named 'none'.*--run-id$"):
+        existing_run(config, None)
+    (config.run.dir / "another").mkdir(parents=True)
+    (config.run.dir / "another" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no run named 'none'.*--run-id; the newest there: another$"):
+        existing_run(config, None)
 
 
 def test_up_of_an_existing_run_without_resume_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
