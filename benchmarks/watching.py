@@ -4,7 +4,7 @@
 
 One run goes on the whole time (vLLM, DeepSpeed, the model of examples/tiny.yaml). In every other window the broker
 service serves its page and its metrics, one viewer follows the page as a browser does, all three `/metrics` are scraped
-every second, and `headrace top` runs on a terminal. The service is started anew for each window, watched or not, so
+as often as the chart has them scraped, and `headrace top` runs on a terminal. The service is started anew for each window, watched or not, so
 that both have that in common; what it takes to come up is not counted. The order within a pair changes from pair to
 pair. The last line of the output is one JSON object:
 
@@ -44,6 +44,7 @@ from common.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTLE_S = 8.0
+SCRAPE_S = 15.0  # `podMonitor.interval` of the chart
 STARTED = time.monotonic()
 RUN = "watching"
 
@@ -139,7 +140,7 @@ class Watchers:
                     return
 
     def _scrape(self) -> None:
-        while not self._stop.wait(1.0):
+        while not self._stop.wait(SCRAPE_S if self.scrapes else 1.0):
             for port in self._run.ports.values():
                 with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as text:
                     self.scrapes += bool(text.read())
@@ -226,6 +227,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ratios, shares = [], []
     with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as (run, file, environ):
+        window(run, file, environ, False, arguments.window)  # warms up
         for pair in range(arguments.pairs):
             order = (True, False) if pair % 2 else (False, True)
             found = {watched: window(run, file, environ, watched, arguments.window) for watched in order}
