@@ -4,9 +4,9 @@
 
 One run goes on the whole time (vLLM, DeepSpeed, the model of examples/tiny.yaml). In every other window the broker
 service serves its page and its metrics, one viewer follows the page as a browser does, all three `/metrics` are scraped
-as often as the chart has them scraped, and `headrace top` runs on a terminal. The service is started anew for each window, watched or not, so
-that both have that in common; what it takes to come up is not counted. The order within a pair changes from pair to
-pair. The last line of the output is one JSON object:
+as often as the chart has them scraped, and `headrace top` runs on a terminal. The service is started anew for each
+window, watched or not, so that both have that in common; what it takes to come up is not counted. The order within a
+pair changes from pair to pair. The last line of the output is one JSON object:
 
 - `slowdown`: 1 - (tokens a second watched / unwatched), the mean over the pairs, with its standard error;
 - `cpu_share`: processor seconds a second that the watched service, `top`, and the viewer and scraper themselves take
