@@ -171,7 +171,8 @@ class Container:
 
     def _as_user(self, command: Sequence[str]) -> str:
         ids = [f"--reuid={self.user}", f"--regid={self.group}", f"--groups={self.group}"]
-        rights = ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+        # Another user's process forgets what it was to be sent at its parent's end.
+        rights = ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--pdeathsig=KILL"]
         variables = {**self.image.variables, **self.variables}
         environ = ["env", "-i", "--chdir=/tmp", *(f"{name}={value}" for name, value in variables.items())]
         return shlex.join(["/usr/bin/setpriv", *ids, *rights, *environ, *command])
