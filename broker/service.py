@@ -11,10 +11,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -79,12 +80,12 @@ class Watch:
         self.page.show(broker, read(broker), finished=True)
 
     @contextmanager
-    def showing(self, decode: Callable[[Sequence[int]], str], log: Logger) -> Iterator[None]:
+    def showing(self, tokenizer: Any, log: Logger) -> Iterator[None]:
         """Serve the page meanwhile, where it is wanted. ConfigError as `Page`."""
         if not self._config.page.enabled or self._config.page.port is None:
             yield
             return
-        self.page = Page(self._config, decode, log)
+        self.page = Page(self._config, partial(tokenizer.decode, skip_special_tokens=True), log)
         try:
             yield
         finally:
@@ -124,8 +125,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
             exporter = None
             if config.tracing.sample > 0 and config.tracing.endpoint is not None:
                 exporter = Exporter(broker, config.tracing.endpoint, log)
-            decode = partial(tokenizer.decode, skip_special_tokens=True)
-            with hosting(broker, config, log), watch.showing(decode, log):
+            with hosting(broker, config, log), watch.showing(tokenizer, log):
                 _serve(broker, feeder, evaluator, exporter, watch, stop, log)
         finally:
             broker.close()
