@@ -109,6 +109,7 @@ def test_two_generators_share_a_round_and_the_coordinator_reports_it(broker: Bro
         "reward_mean": 1.0, "response_length_mean": 4.0, "truncated_share": 0.0, "oldest_version": 10,
         "newest_version": 11, "prompts": 3, "samples": 1, "not_scored": 0,
     }  # fmt: skip
+    each.close()
     assert list((config.run.folder / "tensorboard" / "eval").iterdir())
     each.close()
 
