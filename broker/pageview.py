@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from broker.progress import MetricsTail
-from broker.reading import Reading
+from broker.reading import Reading, stations
 from broker.records import DeadLetter, Ledger, Member
 from common.config import Config
 from common.trajectory import Group, Prompt, Response
@@ -275,17 +275,6 @@ class View:
             "truncated": response.finish_reason == "length",
             "versions": [min(versions), max(versions)],
         }
-
-
-def stations(reading: Reading) -> dict[str, int]:
-    """Groups at each station of a group's way, and how many ended in each way."""
-    ledger, queues = reading.ledger, reading.queues
-    return {
-        "released": ledger.released, "waiting": queues.prompts_waiting, "in_flight": queues.prompts_leased,
-        "queued": queues.groups_waiting, "learner": queues.groups_held, "unsettled": queues.unsettled,
-        "trained": ledger.trained, "settled": ledger.settled, "filtered": ledger.filtered, "expired": ledger.expired,
-        "dead": ledger.dead,
-    }  # fmt: skip
 
 
 def _slope(counted: Sequence[tuple[float, float]]) -> float | None:

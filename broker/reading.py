@@ -54,6 +54,17 @@ def read(broker: Broker) -> Reading:
     )
 
 
+def stations(reading: Reading) -> dict[str, int]:
+    """Groups at each station of a group's way, and how many ended in each way."""
+    ledger, queues = reading.ledger, reading.queues
+    return {
+        "released": ledger.released, "waiting": queues.prompts_waiting, "in_flight": queues.prompts_leased,
+        "queued": queues.groups_waiting, "learner": queues.groups_held, "unsettled": queues.unsettled,
+        "trained": ledger.trained, "settled": ledger.settled, "filtered": ledger.filtered, "expired": ledger.expired,
+        "dead": ledger.dead,
+    }  # fmt: skip
+
+
 class Observer:
     """Reads the run once a second in a thread of its own: an unreachable server must not stop who shows it.
 

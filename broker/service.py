@@ -82,7 +82,7 @@ class Watch:
     @contextmanager
     def showing(self, tokenizer: Any, log: Logger) -> Iterator[None]:
         """Serve the page meanwhile, where it is wanted. ConfigError as `Page`."""
-        if not self._config.page.enabled or self._config.page.port is None:
+        if not self._config.page.served:
             yield
             return
         self.page = Page(self._config, partial(tokenizer.decode, skip_special_tokens=True), log)
@@ -110,7 +110,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
         HeadraceError: the source cannot be opened, or the server is gone for longer than `broker.reconnect_s`.
     """
     log = logging.setup(config.run.run_id, "broker")
-    if config.page.enabled and config.page.port is not None:
+    if config.page.served:
         token_of(config.page)  # before anything is taken
     broker = Broker.connect(config)
     watch = Watch(config)

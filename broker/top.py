@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.progress import MetricsTail
-from broker.reading import REFRESH_S, Reading, read
+from broker.reading import REFRESH_S, Reading, read, stations
 from broker.records import DeadLetter, Member
 from broker.store import Broker
 from common.errors import HeadraceError
@@ -166,12 +166,7 @@ def screen(state: State, broker: Broker, height: int) -> RenderableType:
 
 def _stations(reading: Reading) -> Table:
     """A group's way, from left to right, and the ways it may end."""
-    ledger, queues = reading.ledger, reading.queues
-    cells = {
-        "released": ledger.released, "waiting": queues.prompts_waiting, "in flight": queues.prompts_leased,
-        "queued": queues.groups_waiting, "learner": queues.groups_held, "trained": ledger.trained,
-        "settled": ledger.settled, "filtered": ledger.filtered, "expired": ledger.expired, "dead": ledger.dead,
-    }  # fmt: skip
+    cells = {name.replace("_", " "): count for name, count in stations(reading).items() if name != "unsettled"}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in cells:
         table.add_column(name, justify="right", header_style="dim")

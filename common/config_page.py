@@ -26,6 +26,11 @@ class PageConfig(Section):
     )
 
     @property
+    def served(self) -> bool:
+        """Whether the broker service serves it."""
+        return self.enabled and self.port is not None
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach it."""
         try:

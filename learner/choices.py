@@ -22,15 +22,11 @@ def compiler() -> str | None:
 
 def check(config: Config) -> None:
     """Raises ConfigError where something is chosen that is not here."""
-    learner = config.learner
-    if learner.compile == "layers":
-        import torch
-
-        if not torch.cuda.is_available() and compiler() is None:
-            raise ConfigError(
-                f"learner.compile: 'layers' needs a C++ compiler on CPUs, and there is none of "
-                f"{', '.join(_COMPILERS)}; install one, or use 'off'"
-            )
+    if config.learner.compile == "layers" and not _could_compile():
+        raise ConfigError(
+            f"learner.compile: 'layers' needs a C++ compiler on CPUs, and there is none of "
+            f"{', '.join(_COMPILERS)}; install one, or use 'off'"
+        )
 
 
 def chosen(config: Config) -> str:
@@ -48,16 +44,15 @@ def _parts(config: Config) -> Iterator[str]:
     )
     if learner.sequence_parallel > 1:
         yield f"rows shared by {learner.sequence_parallel} ranks"
-    yield f"compile={learner.compile}" + ("" if learner.compile != "off" else f" ({_could_compile()})")
+    possible = "possible here" if _could_compile() else f"no {' or '.join(_COMPILERS)} here"
+    yield f"compile={learner.compile}" + ("" if learner.compile != "off" else f" ({possible})")
     liger = "not used" if importlib.util.find_spec("liger_kernel") else "not installed"
     yield f"head=chunked (liger {liger})"
     yield f"dtype={learner.dtype}"
     yield f"device={torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}"
 
 
-def _could_compile() -> str:
+def _could_compile() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return "possible here"
-    return "possible here" if compiler() else f"no {' or '.join(_COMPILERS)} here"
+    return torch.cuda.is_available() or compiler() is not None
