@@ -47,6 +47,7 @@ SETTLE_S = 8.0
 SCRAPE_S = 15.0  # `podMonitor.interval` of the chart
 STARTED = time.monotonic()
 RUN = "watching"
+TOKENS = "vllm:generation_tokens_total"
 
 
 class Run:
@@ -77,11 +78,13 @@ class Run:
             os.killpg(process.pid, signal.SIGKILL)
 
     def generated(self) -> tuple[float, float]:
-        """Tokens sampled and seconds passed, as the generator's last heartbeat counts them."""
-        for member in self.broker.members("generator"):
-            if member.state == "serving":
-                return member.counters.get("tokens", 0.0), member.counters["wall_s"]
-        return 0.0, 0.0
+        """Tokens sampled, counted by the engine at each of its steps, and the time; answers end many at once."""
+        text = self.scrape("generator")
+        return sum(float(each) for each in re.findall(rf"^{TOKENS}{{.*}} (\S+)$", text, re.MULTILINE)), time.monotonic()
+
+    def scrape(self, name: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name]}/metrics", timeout=5) as text:
+            return str(text.read(), "utf-8")
 
     def check(self) -> None:
         for name, process in self.processes.items():
@@ -141,9 +144,9 @@ class Watchers:
 
     def _scrape(self) -> None:
         while not self._stop.wait(SCRAPE_S if self.scrapes else 1.0):
-            for port in self._run.ports.values():
-                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as text:
-                    self.scrapes += bool(text.read())
+            for name in self._run.ports:
+                with suppress(OSError):
+                    self.scrapes += bool(self._run.scrape(name))
 
     def _drain(self) -> None:
         with suppress(OSError):
@@ -172,13 +175,11 @@ def window(run: Run, file: Path, environ: dict[str, str], watched: bool, window_
             stack.callback(watchers.close)
             processes += [psutil.Process(watchers.top.pid), psutil.Process()]
         time.sleep(SETTLE_S)
-        tokens, wall_s = run.generated()
-        used_s, began = cpu_s(*processes), time.monotonic()
+        used_s, (tokens, began) = cpu_s(*processes), run.generated()
         time.sleep(window_s)
         run.check()
-        more, later = run.generated()
-        rate = (more - tokens) / (later - wall_s)
-        share = (cpu_s(*processes) - used_s) / (time.monotonic() - began)
+        more, now = run.generated()
+        rate, share = (more - tokens) / (now - began), (cpu_s(*processes) - used_s) / (now - began)
         if watched and (watchers.top.poll() is not None or watchers.snapshots < window_s / 4 or not watchers.scrapes):
             raise RuntimeError("the watchers did not watch")
     say(f"{'watched' if watched else 'alone':8} {rate:7.1f} tokens/s, service and watchers {share:.3f} of a processor")
@@ -196,7 +197,10 @@ def opened(folder: Path) -> Iterator[tuple[Run, Path, dict[str, str]]]:
     del tree["eval"]
     tree["run"] = {"name": RUN, "id": RUN, "dir": str(folder)}
     tree["model"]["path"] = str(ROOT / tree["model"]["path"])
-    tree["learner"]["optimizer"]["lr"] = 1e-12  # a policy that learns has answers of another length in every window
+    # Every window has the same work: a policy that learns has answers of another length, and chance how many
+    # groups are dropped.
+    tree["learner"]["optimizer"]["lr"] = 1e-12
+    tree["sampling"]["dynamic_sampling"] = False
     tree["learner"] |= {"max_steps": 1_000_000, "checkpoint_every": 1_000_000, "snapshot_every": 50}
     config = Config.model_validate(tree)
     file = folder / "run.yaml"

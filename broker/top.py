@@ -1,4 +1,4 @@
-"""`headrace top`: a run on a terminal, read once a second, with keys to drain a generator and to see dead letters.
+"""`headrace top`: a run on a terminal, every two seconds, with keys to drain a generator and to see dead letters.
 
 What it promises: it is never stuck with the server. All calls are made by one thread; while that waits, the screen says
 how old its numbers are, keys work, and once the server is back the numbers move again.
@@ -27,12 +27,14 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.progress import MetricsTail
-from broker.reading import REFRESH_S, Reading, read, stations
+from broker.reading import Reading, read, stations
 from broker.records import DeadLetter, Member
 from broker.store import Broker
 from common.errors import HeadraceError
 
-_LATE_S = 3 * REFRESH_S
+_REFRESH_S = 2.0  # a screen takes 12 ms of a processor, more than all else here
+_SOON_S = 0.3  # after a key, when what it asked for has been read
+_LATE_S = 5.0
 _LETTERS = 100
 _KEY = re.compile(r"\x1b[\[O][^A-Za-z~]*[A-Za-z~]|.", re.DOTALL)  # what an arrow sends, or a character
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "k": "up", "j": "down", "\x1b": "escape"}
@@ -90,10 +92,10 @@ class Top:
                 while key != "q":
                     self._press(key)
                     live.update(screen(self.state, self._broker, console.height), refresh=True)
-                    key = keys(REFRESH_S)  # a screen takes 12 ms of a processor, more than all else here
+                    key = keys(_SOON_S if key else _REFRESH_S)
         finally:
             self._wanted.put(None)
-            self._thread.join(REFRESH_S)
+            self._thread.join(_REFRESH_S)
 
     # --- the thread that speaks to the server
 
@@ -105,7 +107,7 @@ class Top:
             except HeadraceError as error:
                 self.state.error = str(error)
             try:
-                wanted = self._wanted.get(timeout=REFRESH_S)
+                wanted = self._wanted.get(timeout=_REFRESH_S)
             except queue.Empty:
                 continue
             if wanted is None:

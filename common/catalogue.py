@@ -99,6 +99,13 @@ RECORD: dict[str, dict[tuple[str, ...], str]] = {
         ("overlapped_groups",): "groups of the batch whose sampling ended while an optimizer step ran",
         ("tokens_per_s",): "trained tokens per second",
         ("sampled_tokens_per_s",): "sampled tokens per second, all generators together",
+        ("padding_share",): (
+            "share of the ranks' work that is waiting for the longest row of a lock-step; rows hold no padding"
+        ),
+        ("mfu",): (
+            "model FLOPs utilisation of the optimizer updates (Chowdhery et al. 2022, appendix B), of the policy's "
+            "forward and backward; missing where `learner.peak_tflops` is not known"
+        ),
         ("step_s", "train_s", "publish_s"): (
             "duration of the whole step, of the optimizer updates in it, and of handing over the weights"
         ),
@@ -186,7 +193,7 @@ GENERATOR: tuple[Metric, ...] = (
     _counter("headrace_generator_requests_total", "prompts it has sampled"),
     _counter("headrace_generator_groups_total", "groups it has submitted"),
     _counter("headrace_generator_filtered_total", "groups it has reported as uninformative"),
-    _counter("headrace_generator_failures_total", "prompts that failed here"),
+    _counter("headrace_generator_failures_total", "prompts that failed here, by what went wrong", "kind"),
     _counter("headrace_generator_duplicates_total", "results it sent too late"),
     _counter("headrace_generator_busy_seconds_total", "time in which a request ran"),
     _counter("headrace_generator_paused_seconds_total", "time in which sampling was paused for weights"),

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from common.config_elastic import ElasticConfig
 from common.config_lora import LoraConfig
 from common.config_objective import OptimizerConfig
-from common.config_section import NonNegativeInt, PositiveInt, Section
+from common.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class LearnerConfig(Section):
@@ -56,6 +56,11 @@ class LearnerConfig(Section):
     )
     compile: Literal["off", "layers"] = Field(
         "off", description="layers: torch.compile of every layer but its attention; not with zero_stage 3."
+    )
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description="What a rank's device can do at most in this dtype, dense, in TFLOP/s; `mfu` is a share of it. "
+        "Null: known of NVIDIA's data centre GPUs in bfloat16; of others there is no mfu.",
     )
     threads: PositiveInt = Field(1, description="OpenMP threads per rank; matters on CPUs.")
 

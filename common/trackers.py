@@ -112,7 +112,6 @@ class Mlflow:
 
     TAG = "headrace.run"
 
-
     def __init__(self, target: Target) -> None:
         from mlflow import MlflowClient
 

@@ -162,7 +162,8 @@ class Engine:
         if not 0 < len(prompt_ids) <= sampling.max_prompt_tokens:
             raise DataFailure(
                 f"prompt of {len(prompt_ids)} tokens; expected 1 to {sampling.max_prompt_tokens} "
-                "(sampling.max_prompt_tokens)"
+                "(sampling.max_prompt_tokens)",
+                "prompt",
             )
         temperature = sampling.temperature if temperature is None else temperature
         limit = max_tokens or sampling.max_response_tokens
@@ -223,7 +224,7 @@ class Engine:
         except Exception as error:
             if self._llm is None or self._llm.errored:
                 raise EngineError(f"request {request_id}: vLLM's engine process died") from error
-            raise DataFailure(f"vLLM refused the prompt: {error}") from error
+            raise DataFailure(f"vLLM refused the prompt: {error}", "prompt") from error
         finally:
             self._open.discard(request_id)
         if reason == "abort" and self._interrupted:

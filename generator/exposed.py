@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Metric as Family
@@ -14,6 +16,7 @@ from common.config import Config
 from common.exposition import expose
 from common.families import Values, families, one_hot
 from common.health import Health
+from generator.rewards import FailureKind
 
 _STATES = ("joining", "syncing", "serving", "draining")
 _COUNTED = ("tokens", "requests", "groups", "filtered", "failures", "duplicates")
@@ -29,6 +32,7 @@ class Exposed(Collector):
         update_seconds: parts of its last weight update.
 
     Attributes:
+        failed: prompts that failed here, by kind.
         vllm: where vLLM registers its own families; None: nowhere yet.
     """
 
@@ -38,6 +42,7 @@ class Exposed(Collector):
         self._config, self._member, self._update_seconds = config, member, update_seconds
         self._bound = config.staleness.sampling_lag
         self._learner_version, self._seen = 0, -1.0
+        self.failed = Counter[FailureKind]()
         self.vllm: CollectorRegistry | None = None
         self.health = Health(config.metrics.stalled_s)
         self.health.ready_when(self._unready)
@@ -88,6 +93,7 @@ class Exposed(Collector):
             "headrace_generator_updates_total": counters.get("updates", 0.0),
             **({} if self.vllm is None else _vllm(self.vllm)),
             **{f"headrace_generator_{name}_total": counters.get(name, 0.0) for name in _COUNTED},
+            "headrace_generator_failures_total": {kind: float(self.failed[kind]) for kind in get_args(FailureKind)},
             **{f"headrace_generator_{name}_seconds_total": counters.get(f"{name}_s", 0.0) for name in _SECONDS},
         }
         yield from families(catalogue.GENERATOR, values, self._config.run.run_id)

@@ -168,6 +168,7 @@ class Generator:
             pass  # handed over at the end
         except DataFailure as failure:
             self._counts["failures"] += 1
+            self.exposed.failed[failure.kind] += 1
             self.log.warning("prompt %s failed: %s", lease.prompt.group_id, failure)
             await asyncio.to_thread(self.broker.fail, self.id, lease.entry_id, lease.prompt, str(failure))
             self._in_flight.pop(lease.entry_id)

@@ -107,7 +107,8 @@ def check_finite(samples: Sequence[Sampled], group_id: str) -> None:
         if len(wrong):
             raise DataFailure(
                 f"group {group_id}: the engine gave token {wrong[0]} of response {index} the log-probability "
-                f"{sample.logprobs[wrong[0]]}; expected a finite one"
+                f"{sample.logprobs[wrong[0]]}; expected a finite one",
+                "logprobs",
             )
 
 

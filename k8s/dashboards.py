@@ -92,7 +92,7 @@ FLEET: dict[str, list[Panel]] = {
         Panel("Prompts per minute, by end", "short", {
             "group": "60 * sum(rate(headrace_generator_groups_total{}[$__rate_interval]))",
             "filtered": "60 * sum(rate(headrace_generator_filtered_total{}[$__rate_interval]))",
-            "failed": "60 * sum(rate(headrace_generator_failures_total{}[$__rate_interval]))",
+            "failed, {{kind}}": "60 * sum by (kind) (rate(headrace_generator_failures_total{}[$__rate_interval]))",
             "too late": "60 * sum(rate(headrace_generator_duplicates_total{}[$__rate_interval]))",
         }),
         Panel("Stall for an update", "s", {"{{part}}": "max by (part) (headrace_generator_update_seconds{})"}),
@@ -113,6 +113,7 @@ FLEET: dict[str, list[Panel]] = {
             "{{staleness}} versions old":
                 "sum by (staleness) (rate(headrace_learner_trained_tokens_total{}[$__rate_interval]))",
         }),
+        Panel("Use of the devices", "percentunit", _record({"mfu": "mfu", "waiting in lock-steps": "padding_ratio"})),
         Panel("Weights", "s", {"{{part}}": "max by (part) (headrace_weights_seconds{})"}),
         Panel("Delivered to", "short", {
             "generators": "max(headrace_weights_members{})",

@@ -48,6 +48,7 @@ from learner.saving import Kind, Saved, Saver
 from learner.settling import Settling
 from learner.startup import Startup
 from learner.trainer import Trainer, UpdateResult
+from learner.utilisation import Plan, mfu, padding_share, peak_tflops
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,8 @@ class Learner:
                 before, kind = self.version, self.saver.due(self.version + 1) or early
                 self._startup.mark("batch")
                 started = time.time()
-                results = self._train(self._tell(self._shares(steps, kind is not None)))
+                plans = self._plan(steps)
+                results = self._train(self._tell(self._shares(plans, kind is not None)))
                 self._log_nonfinite(steps, results)
                 reporter.updates(results)
                 if self.version == before:
@@ -237,7 +239,7 @@ class Learner:
                 self._startup.done(self.log)
                 publish_s = self._publish(publisher)
                 self.settling.trained(self.version, batch)
-                reporter.step(self.version, batch, steps, results, started, publish_s)
+                reporter.step(self.version, batch, steps, results, started, publish_s, self._used(plans, results))
                 if kind is not None:
                     self._save(kind)
             self._finish(publisher)
@@ -270,13 +272,25 @@ class Learner:
         steps = [build_step(part, self.config, self.version) for part in parts]
         return [step for step in steps if step.tokens]
 
-    def _shares(self, steps: list[Step], save: bool) -> list[Share]:
+    def _plan(self, steps: list[Step]) -> list[Plan]:
+        """Of every optimizer step the rows of each rank, or of ranks that share them."""
+        count = dist.get_world_size() // self.config.learner.sequence_parallel
+        return [plan(step, count, self.config.learner.row_tokens) for step in steps]
+
+    def _shares(self, plans: list[Plan], save: bool) -> list[Share]:
         """One share per rank: for every optimizer step its packs, the same for those that share rows."""
         world, together = dist.get_world_size(), self.config.learner.sequence_parallel
-        plans = [plan(step, world // together, self.config.learner.row_tokens) for step in steps]
         return [
             Share("train", tuple(tuple(packs[rank // together]) for packs in plans), save) for rank in range(world)
         ]
+
+    def _used(self, plans: list[Plan], results: list[UpdateResult]) -> dict[str, float]:
+        """How well the ranks' time was used."""
+        used = {"padding_share": padding_share(plans)}
+        if (work := self.trainer.work) is not None and (peak := peak_tflops(self.config.learner)) is not None:
+            device_s = sum(result.seconds for result in results) * dist.get_world_size()
+            used["mfu"] = mfu(work, plans, device_s, peak)
+        return used
 
     def _tell(self, shares: list[Share]) -> Share:
         """Send every rank its share; rank 0's own comes back."""

@@ -82,8 +82,9 @@ class Reporter:
         results: Sequence[UpdateResult],
         train_started: float,
         publish_s: float,
+        used: Mapping[str, float],
     ) -> None:
-        """Record the step that made `version`."""
+        """Record the step that made `version`; `used`: how well the ranks' time was (`learner.utilisation`)."""
         self.waiting()
         self._said_uninformative = False
         if not self._probed:
@@ -94,6 +95,7 @@ class Reporter:
             "time_s": now - self._started,
             "ranks": float(os.environ.get("WORLD_SIZE", 1)),
             **self._times(batch, results, now, publish_s),
+            **used,
             **_counts(sum((step.counts for step in steps), Counts())),
             **_objective([result for result in results if not result.nonfinite]),
             **_critic(results),

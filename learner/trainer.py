@@ -39,6 +39,7 @@ from learner.objective import Tokens, interpolated_proximal, policy_loss, reject
 from learner.objective_metrics import Metrics, MetricSums
 from learner.packing import Packed, surviving_tokens
 from learner.sequence import Sharing
+from learner.utilisation import Work
 from learner.zero import ZeroEngine, warmup_lr
 
 
@@ -62,6 +63,7 @@ class Trainer:
 
     Attributes:
         adapter: with `learner.lora`; None: the whole model is trained.
+        work: what the policy computes; None: not known.
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,6 +75,7 @@ class Trainer:
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
+        self.work = Work.of(model, trained=self.adapter is None)
         self.policy = ZeroEngine(model, config.learner.optimizer, config.learner)
         self.engine, self.device = self.policy.module, self.policy.device
         self.sharing = Sharing.join(config.learner.sequence_parallel)

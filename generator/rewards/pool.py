@@ -113,22 +113,23 @@ class RewardPool:
             verdicts = await asyncio.wrap_future(future)
         except (TimeoutError, FutureTimeoutError):
             limit = self._config.reward.timeout_s
-            raise DataFailure(f"{where}: no result within reward.timeout_s ({limit} s)") from None
+            raise DataFailure(f"{where}: no result within reward.timeout_s ({limit} s)", "reward_timeout") from None
         except ProcessExpired as error:
-            raise DataFailure(f"{where}: its worker process ended ({error})") from None
+            raise DataFailure(f"{where}: its worker process ended ({error})", "reward_died") from None
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
-            raise DataFailure(f"{where}: {type(error).__name__}: {error!s:.300}") from error
+            raise DataFailure(f"{where}: {type(error).__name__}: {error!s:.300}", "reward_raised") from error
         if len(verdicts) != len(completions):
-            raise DataFailure(f"{where}: returned {len(verdicts)} rewards for {len(completions)} completions")
+            text = f"{where}: returned {len(verdicts)} rewards for {len(completions)} completions"
+            raise DataFailure(text, "reward_value")
         return [_checked(verdict, f"{where}, completion {i}") for i, verdict in enumerate(verdicts)]
 
 
 def _checked(verdict: Verdict, where: str) -> Score:
     if verdict is None:
-        raise DataFailure(f"{where}: returned None")
+        raise DataFailure(f"{where}: returned None", "reward_value")
     reward, correct, answer = verdict
     if not math.isfinite(reward):
-        raise DataFailure(f"{where}: returned {reward}; expected a finite number")
+        raise DataFailure(f"{where}: returned {reward}; expected a finite number", "reward_value")
     return Score(reward, correct, answer)

@@ -9,9 +9,19 @@ from typing import Literal
 from common.config import Config
 from common.errors import HeadraceError
 
+FailureKind = Literal["prompt", "logprobs", "reward_raised", "reward_timeout", "reward_died", "reward_value"]
+
 
 class DataFailure(HeadraceError):
-    """This prompt made the reward fail: None, NaN, an exception, a deadline. Never a reward of 0."""
+    """This prompt failed, never a reward of 0.
+
+    `kind`: vLLM does not take the prompt; a log-probability is not finite; the reward raised, was too late, ended its
+    worker, or returned what is no reward.
+    """
+
+    def __init__(self, text: str, kind: FailureKind) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class LightRewards:
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         deserved = fate(self._seed, prompt.group_id)
         if deserved == "dead" or (deserved == "flaky" and prompt.attempt == 0):
-            raise DataFailure(f"prompt {prompt.group_id} fails, attempt {prompt.attempt}")
+            raise DataFailure(f"prompt {prompt.group_id} fails, attempt {prompt.attempt}", "reward_raised")
         right = {"correct": len(completions), "wrong": 0}.get(deserved, len(completions) // 2)
         return [Score(float(index < right), index < right) for index in range(len(completions))]
 

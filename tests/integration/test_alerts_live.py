@@ -101,7 +101,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     folder = tmp_path_factory.mktemp("watched")
     changes: dict[str, dict[str, Any]] = {
         "reward": {"function": "tests.alerts.live_reward:score"}, "sampling": {"max_response_tokens": 16},
-        "broker": {"max_attempts": 1}, "learner": {"max_steps": 100_000, "checkpoint_every": 5},
+        "broker": {"max_attempts": 1}, "learner": {"max_steps": 100_000, "checkpoint_every": 5, "peak_tflops": 0.05},
     }  # fmt: skip
     with tiny_run(folder, tiny_model, **changes) as (environ, file):
         world = World(folder, {**environ, "HEADRACE_TEST_FAILS": str(folder / "fails")}, file)

@@ -378,14 +378,14 @@ class PlainEngine:
 class PlainRewards:
     async def score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
         if "?" in completions:
-            raise DataFailure("the reward raised")
+            raise DataFailure("the reward raised", "reward_raised")
         right = [text == prompt.columns["answer"] for text in completions]
         return [Score(float(each), each) for each in right]
 
 
 def _text(token_ids: list[int]) -> str:
     if token_ids[-1] == 2:
-        raise DataFailure("vLLM refused the prompt")
+        raise DataFailure("vLLM refused the prompt", "prompt")
     return {0: "1", 1: "?"}[token_ids[-1]]
 
 

@@ -53,7 +53,7 @@ def step(reporter: Reporter, gap: float = 0.0, staleness: tuple[tuple[int, int],
     empty: Step = build_step([], reporter._config, 0)
     metrics: Metrics = replace(MetricSums.zero().finish(2.0), tokens=8, probability_gap=gap)
     result = UpdateResult(metrics, grad_norm=1.0, lr=1e-3, seconds=0.1)
-    reporter.step(1, Batch((), 0.0), [replace(empty, counts=counts)], [result], 0.0, 0.0)
+    reporter.step(1, Batch((), 0.0), [replace(empty, counts=counts)], [result], 0.0, 0.0, {"padding_share": 0.25})
 
 
 def test_waiting_too_many_filtered_groups_said_once_a_batch(

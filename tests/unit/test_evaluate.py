@@ -162,7 +162,7 @@ async def test_failures_are_wrong_and_fail_alone(model: Path, tmp_path: Path) ->
 
     async def sample(prompt: Prompt, seed: int) -> list[Sampled]:
         if "20+5" in prompt.text:
-            raise DataFailure(f"vLLM refused the prompt {prompt.group_id}")
+            raise DataFailure(f"vLLM refused the prompt {prompt.group_id}", "prompt")
         return [_sampled(text) for text in (("raise", "fine", "nan", "fine") if "1+1" in prompt.text else ["fine"] * 4)]
 
     result = await evaluation.evaluate(config, evaluation.evaluation_source(config), sample, lambda: None)

@@ -64,6 +64,8 @@ def test_generator_shows_its_member_and_is_ready_while_it_serves_an_accepted_ver
     assert found["headrace_generator_sequences{running}"] == 3 and found["headrace_generator_sequences{waiting}"] == 1
     assert found["headrace_generator_state{draining}"] == 1 and found["headrace_generator_state{serving}"] == 0
     assert found["headrace_generator_tokens_total"] == 40 and found["headrace_generator_busy_seconds_total"] == 1.5
+    exposed.failed["reward_timeout"] += 2
+    assert shown(exposed)["headrace_generator_failures_total{reward_timeout}"] == 2
     assert found["headrace_generator_update_seconds{load}"] == 0.5 and found["headrace_generator_updates_total"] == 3
     assert {name.partition("{")[0] for name in found} == {metric.name for metric in catalogue.GENERATOR}
 
