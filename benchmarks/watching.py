@@ -1,16 +1,17 @@
 """What watching costs: the tiny run with and without page, exporter and `headrace top`, in turns.
 
-    python -m benchmarks.watching [--pairs 8] [--window 30] [--json]
+    python -m benchmarks.watching [--pairs 12] [--window 20] [--times 8] [--json]
 
-One run goes on the whole time (vLLM, DeepSpeed, the model of examples/tiny.yaml). In every other window the broker
-service serves its page and its metrics, one viewer follows the page as a browser does, all three `/metrics` are scraped
-as often as the chart has them scraped, and `headrace top` runs on a terminal. The service is started anew for each
-window, watched or not, so that both have that in common; what it takes to come up is not counted. The order within a
-pair changes from pair to pair. The last line of the output is one JSON object:
+One run goes on the whole time (vLLM, DeepSpeed, the model of examples/tiny.yaml). A watcher is a broker service with
+page and metrics, a viewer that follows the page as a browser does, a scraper that asks all three `/metrics` as often as
+the chart does, and `headrace top` on a terminal. What one of them costs is less than the machine's speed varies by, so
+there are several at once. In every other window they are stopped (SIGSTOP), and the run has only its own service,
+which nobody watches. The order within a pair changes from pair to pair. The last line of the output is one JSON object:
 
-- `slowdown`: 1 - (tokens a second watched / unwatched), the mean over the pairs, with its standard error;
-- `cpu_share`: processor seconds a second that the watched service, `top`, and the viewer and scraper themselves take
-  more than the unwatched service, as a share of the machine's. What the other processes need to answer is not in it.
+- `slowdown`: 1 - (tokens a second watched / unwatched), the mean over the pairs, divided by the number of watchers,
+  with its standard error. It holds the loop of a whole service for each, of which a run has one anyway;
+- `cpu_share`: what a watcher's processes, the viewer and the scraper included, take of the machine's processors. What
+  the run's processes need to answer is not in it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,74 +39,61 @@ import yaml
 
 from broker import Broker, Server
 from broker.clients import PASSWORD_VARIABLE, URL_VARIABLE
-from broker.pageguard import url_file
 from broker.processes import METRICS_VARIABLE, PAGE_VARIABLE
 from common.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTLE_S = 8.0
+SETTLE_S = 4.0
 SCRAPE_S = 15.0  # `podMonitor.interval` of the chart
 STARTED = time.monotonic()
 RUN = "watching"
 TOKENS = "vllm:generation_tokens_total"
+METRICS = {"learner": 19401, "generator": 19402}
+WATCHERS = 19410  # the first of their ports
 
 
 class Run:
-    """The processes of the run; learner and generator stay, the service is started for every window."""
+    """The processes of the run, on this machine."""
 
-    def __init__(self, folder: Path, config: Config, file: Path, environ: dict[str, str]) -> None:
-        self.folder, self.config, self._file = folder, config, file
-        self._environ = {**os.environ, **environ}
-        self.ports = {"broker": 19400, "learner": 19401, "generator": 19402}
-        self.broker = Broker.connect(config.model_copy(update={"broker": config.broker}), reader=True)
+    def __init__(self, folder: Path, config: Config, file: Path) -> None:
+        self.folder, self._file = folder, file
+        self.broker = Broker.connect(config, reader=True)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, **variables: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, command: str, variables: Mapping[str, str], terminal: int | None = None
+    ) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
+            out: Any = log if terminal is None else terminal
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-c", "from common.cli import main; main()", name, str(self._file)],
-                env={**self._environ, **variables}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", "from common.cli import main; main()", *command.split(), str(self._file)],
+                env={**os.environ, **variables}, stdout=out, stderr=out,
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
                 start_new_session=True,
             )  # fmt: skip
         return self.processes[name]
 
-    def end(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def generated(self) -> tuple[float, float]:
-        """Tokens sampled, counted by the engine at each of its steps, and the time; answers end many at once."""
-        text = self.scrape("generator")
-        return sum(float(each) for each in re.findall(rf"^{TOKENS}{{.*}} (\S+)$", text, re.MULTILINE)), time.monotonic()
-
-    def scrape(self, name: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name]}/metrics", timeout=5) as text:
-            return str(text.read(), "utf-8")
+    def sampled(self) -> tuple[float, float]:
+        """Tokens, counted by the engine at each of its steps, and the time; answers would end many at once."""
+        found = re.findall(rf"^{TOKENS}{{.*}} (\S+)$", scrape(METRICS["generator"]), re.MULTILINE)
+        return sum(map(float, found)), time.monotonic()
 
     def check(self) -> None:
         for name, process in self.processes.items():
             if process.poll() is not None:
                 raise RuntimeError(f"{name} ended with {process.returncode}; see its log in {self.folder}")
 
-    @contextmanager
-    def service(self, watched: bool) -> Iterator[psutil.Process]:
-        variables = {METRICS_VARIABLE: str(self.ports["broker"]), PAGE_VARIABLE: "0"} if watched else {}
-        url_file(self.config).unlink(missing_ok=True)
-        before = {member.id for member in self.broker.members("broker")}
-        process = self.start("broker", **variables)
-        try:
-            self.until(lambda: any(each.id not in before for each in self.broker.members("broker")))
-            if watched:
-                self.until(url_file(self.config).exists)
-            yield psutil.Process(process.pid)
-        finally:
-            self.end("broker")
-
-    def until(self, condition: Any) -> None:
+    def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 300
         while not condition():
             self.check()
@@ -114,75 +102,97 @@ class Run:
             time.sleep(0.2)
 
 
-class Watchers:
-    """A viewer of the page, a scraper, and `headrace top` on a terminal."""
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as text:
+        return str(text.read(), "utf-8")
 
-    def __init__(self, run: Run, file: Path, environ: dict[str, str]) -> None:
-        self._run, self._stop = run, threading.Event()
-        self.scrapes = self.snapshots = 0
+
+class Watcher:
+    """A service with a page and metrics, a viewer of the page, a scraper, and `headrace top` on a terminal; all of them
+    stand still unless `go` was called."""
+
+    def __init__(self, run: Run, number: int, first_scrape_s: float) -> None:
+        self._run, self._page, self._metrics = run, WATCHERS + 2 * number, WATCHERS + 2 * number + 1
+        self.snapshots = self.scrapes = 0
+        self._awake, self._first_s = threading.Event(), first_scrape_s
+        ports = {PAGE_VARIABLE: str(self._page), METRICS_VARIABLE: str(self._metrics)}
+        service = run.start(f"watcher-{number}", "broker", ports)
+        run.until(self._answers)
         self._own, other = pty.openpty()
-        command = [sys.executable, "-c", "from common.cli import main; main()", "top", str(file), "--run-id", RUN]
-        self.top = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env={**os.environ, **environ})
+        top = run.start(f"top-{number}", f"top --run-id {RUN}", {}, other)
         os.close(other)
-        works = (self._view, self._scrape, self._drain)
-        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
-        for thread in self._threads:
-            thread.start()
+        self._processes = [psutil.Process(each.pid) for each in (service, top)]
+        for work in (self._view, self._scrape, self._drain):
+            threading.Thread(target=work, daemon=True).start()
+
+    def go(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._awake.set()
+
+    def stop(self) -> None:
+        self._awake.clear()
+        self._signal(signal.SIGSTOP)
+
+    def cpu_s(self) -> float:
+        return sum(map(cpu_s, self._processes))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _answers(self) -> bool:
+        with suppress(OSError):
+            return bool(scrape(self._metrics))
+        return False
 
     def _view(self) -> None:
-        url = url_file(self._run.config).read_text()
-        with urllib.request.urlopen(url + "events", timeout=30) as stream:
+        url = f"http://127.0.0.1:{self._page}/"
+        with urllib.request.urlopen(url + "events") as stream:
             asked = time.monotonic()
             for line in stream:
                 self.snapshots += line.startswith(b"data: {")
                 if time.monotonic() - asked > 4:
                     asked = time.monotonic()
-                    with urllib.request.urlopen(url + "samples", timeout=30) as samples:
-                        samples.read()
-                if self._stop.is_set():
-                    return
+                    for path in ("history", "samples"):
+                        with urllib.request.urlopen(url + path) as answer:
+                            answer.read()
 
     def _scrape(self) -> None:
-        while not self._stop.wait(SCRAPE_S if self.scrapes else 1.0):
-            for name in self._run.ports:
-                with suppress(OSError):
-                    self.scrapes += bool(self._run.scrape(name))
+        time.sleep(self._first_s)
+        while True:
+            self._awake.wait()
+            for port in (self._metrics, *METRICS.values()):
+                with suppress(OSError):  # it was stopped meanwhile
+                    self.scrapes += bool(scrape(port))
+            time.sleep(SCRAPE_S)
 
     def _drain(self) -> None:
         with suppress(OSError):
             while os.read(self._own, 65536):
                 pass
 
-    def close(self) -> None:
-        self._stop.set()
-        self.top.terminate()
-        self.top.wait(10)
-        for thread in self._threads[:2]:
-            thread.join(10)
-        os.close(self._own)
+
+def cpu_s(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:2]))
 
 
-def cpu_s(*processes: psutil.Process) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def window(run: Run, file: Path, environ: dict[str, str], watched: bool, window_s: float) -> tuple[float, float]:
-    """Tokens a second, and processor seconds a second of service and watchers."""
-    with run.service(watched) as service, ExitStack() as stack:
-        processes = [service]
-        if watched:
-            watchers = Watchers(run, file, environ)
-            stack.callback(watchers.close)
-            processes += [psutil.Process(watchers.top.pid), psutil.Process()]
-        time.sleep(SETTLE_S)
-        used_s, (tokens, began) = cpu_s(*processes), run.generated()
-        time.sleep(window_s)
-        run.check()
-        more, now = run.generated()
-        rate, share = (more - tokens) / (now - began), (cpu_s(*processes) - used_s) / (now - began)
-        if watched and (watchers.top.poll() is not None or watchers.snapshots < window_s / 4 or not watchers.scrapes):
-            raise RuntimeError("the watchers did not watch")
-    say(f"{'watched' if watched else 'alone':8} {rate:7.1f} tokens/s, service and watchers {share:.3f} of a processor")
+def window(run: Run, watchers: list[Watcher], watched: bool, window_s: float) -> tuple[float, float]:
+    """Tokens a second, and processor seconds a second of the watchers."""
+    own = psutil.Process()
+    for watcher in watchers:
+        watcher.go() if watched else watcher.stop()
+    time.sleep(SETTLE_S)
+    used_s = cpu_s(own) + sum(watcher.cpu_s() for watcher in watchers)
+    snapshots, (tokens, began) = [watcher.snapshots for watcher in watchers], run.sampled()
+    time.sleep(window_s)
+    run.check()
+    more, now = run.sampled()
+    used_s = cpu_s(own) + sum(watcher.cpu_s() for watcher in watchers) - used_s
+    seen = [watcher.snapshots - before for watcher, before in zip(watchers, snapshots, strict=True)]
+    if watched != (min(seen) > window_s / 2) or (watched and not all(watcher.scrapes for watcher in watchers)):
+        raise RuntimeError(f"watched: {watched}, but the pages brought {seen} snapshots")
+    rate, share = (more - tokens) / (now - began), used_s / (now - began)
+    say(f"{'watched' if watched else 'alone':8} {rate:7.1f} tokens/s, watchers {share:.3f} of a processor")
     return rate, share
 
 
@@ -191,7 +201,7 @@ def say(what: str) -> None:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[tuple[Run, Path, dict[str, str]]]:
+def opened(folder: Path) -> Iterator[Run]:
     """The run at its work."""
     tree: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny.yaml").read_text())
     del tree["eval"]
@@ -207,44 +217,47 @@ def opened(folder: Path) -> Iterator[tuple[Run, Path, dict[str, str]]]:
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     with ExitStack() as stack:
         server = stack.enter_context(Server(config.broker).start(folder))
-        environ = {
+        os.environ.update({
             URL_VARIABLE: server.url, PASSWORD_VARIABLE: server.password, "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        os.environ.update(environ)
+        })  # fmt: skip
         reached = config.broker.model_copy(update={"url": server.url, "password_file": server.password_file})
-        config = config.model_copy(update={"broker": reached})
-        run = Run(folder, config, file, environ)
-        for name in ("learner", "generator"):
-            run.start(name, **{METRICS_VARIABLE: str(run.ports[name])})
-            stack.callback(run.end, name)
-        with run.service(watched=False):
-            say("waiting for the fleet")
-            run.until(lambda: run.broker.version() >= 5)
-        yield run, file, environ
+        run = Run(folder, config.model_copy(update={"broker": reached}), file)
+        stack.callback(run.end)
+        for name, port in METRICS.items():
+            run.start(name, name, {METRICS_VARIABLE: str(port)})
+        run.start("broker", "broker", {})
+        say("waiting for the fleet")
+        run.until(lambda: run.broker.version() >= 5)
+        yield run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=re.split(r"[:\n]", str(__doc__))[0])
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--window", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--window", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--times", type=int, default=8, metavar="WATCHERS")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on standard output")
     arguments = parser.parse_args()
-    ratios, shares = [], []
-    with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as (run, file, environ):
-        window(run, file, environ, False, arguments.window)  # warms up
+    times, ratios, shares = arguments.times, [], []
+    with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as run:
+        watchers = [Watcher(run, number, SCRAPE_S * number / times) for number in range(times)]
+        say(f"{times} watchers")
+        time.sleep(SCRAPE_S)
         for pair in range(arguments.pairs):
             order = (True, False) if pair % 2 else (False, True)
-            found = {watched: window(run, file, environ, watched, arguments.window) for watched in order}
+            found = {watched: window(run, watchers, watched, arguments.window) for watched in order}
             ratios.append(found[True][0] / found[False][0])
             shares.append((found[True][1] - found[False][1]) / (os.cpu_count() or 1))
     error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
     figures = {
-        "slowdown": 1 - statistics.fmean(ratios), "slowdown_error": error, "ratios": ratios,
-        "cpu_share": statistics.fmean(shares), "pairs": arguments.pairs, "window_s": arguments.window,
+        "slowdown": (1 - statistics.fmean(ratios)) / times, "slowdown_error": error / times, "ratios": ratios,
+        "cpu_share": statistics.fmean(shares) / times, "times": times, "pairs": arguments.pairs,
+        "window_s": arguments.window,
     }  # fmt: skip
     if not arguments.json:
-        print(f"slowdown {figures['slowdown']:.2%} (standard error {error:.2%}), processor {figures['cpu_share']:.2%}")
+        print(f"slowdown {figures['slowdown']:.2%} (standard error {error / times:.2%}) a watcher, "
+              f"processors {figures['cpu_share']:.2%}")  # fmt: skip
     print(json.dumps(figures), flush=True)
 
 

@@ -113,18 +113,30 @@ class Mlflow:
     TAG = "headrace.run"
 
     def __init__(self, target: Target) -> None:
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the URL may hold a password
         from mlflow import MlflowClient
 
         offline = target.config.tracking.offline
         target.folder.mkdir(parents=True, exist_ok=True)
         uri = f"sqlite:///{(target.folder / 'mlflow.db').resolve()}" if offline else os.environ[MLFLOW_URI]
         self._client, self._target = MlflowClient(uri), target
-        project = target.config.tracking.project
-        experiment = self._client.get_experiment_by_name(project)
-        place = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
+        place = self._experiment(target.config.tracking.project)
         found = self._client.search_runs([place], f"tags.`{self.TAG}` = '{target.run_id}'", max_results=1)
         self._id = found[0].info.run_id if found else self._create(place)
         self._client.update_run(self._id, status="RUNNING")
+
+    def _experiment(self, name: str) -> str:
+        from mlflow import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # unless the run's other process was faster
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def _create(self, experiment: str) -> str:
         from mlflow.entities import Param

@@ -273,3 +273,24 @@ def test_real_tracker_holds_every_step_once_after_a_resume(
         "train/loss": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)],
         "eval/loss": [(2, 2.0)],
     }
+
+
+def test_mlflow_experiment_that_the_runs_other_process_makes_meanwhile_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = pytest.importorskip("mlflow").MlflowClient
+    pytest.importorskip("sqlalchemy")
+    config, look, looked = configured(tmp_path, trackers=["mlflow"], offline=True), client.get_experiment_by_name, []
+
+    def too_early(self: Any, name: str) -> Any:
+        looked.append(name)
+        return None if len(looked) == 2 else look(self, name)
+
+    monkeypatch.setattr(client, "get_experiment_by_name", too_early)
+    for part in ("train", "eval"):
+        sink = KINDS["mlflow"].open(Target(config, part, 1, {}))
+        sink.write(1, {"loss": 1.0})
+        sink.close()
+    assert len(looked) == 3
+    assert "http" not in capfd.readouterr().out, "a server's URL may hold a password"
+    assert set(read_mlflow(config.run.folder)) == {"train/loss", "eval/loss"}
