@@ -103,7 +103,11 @@ class Run:
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as text:
+    return ask(f"http://127.0.0.1:{port}/metrics")
+
+
+def ask(url: str, timeout_s: float | None = 10.0) -> str:
+    with urllib.request.urlopen(url, timeout=timeout_s) as text:
         return str(text.read(), "utf-8")
 
 
@@ -112,10 +116,11 @@ class Watcher:
     stand still unless `go` was called."""
 
     def __init__(self, run: Run, number: int, first_scrape_s: float) -> None:
-        self._run, self._page, self._metrics = run, WATCHERS + 2 * number, WATCHERS + 2 * number + 1
+        page, self._metrics = WATCHERS + 2 * number, WATCHERS + 2 * number + 1
+        self._page = f"http://127.0.0.1:{page}/"
         self.snapshots = self.scrapes = 0
         self._awake, self._first_s = threading.Event(), first_scrape_s
-        ports = {PAGE_VARIABLE: str(self._page), METRICS_VARIABLE: str(self._metrics)}
+        ports = {PAGE_VARIABLE: str(page), METRICS_VARIABLE: str(self._metrics)}
         service = run.start(f"watcher-{number}", "broker", ports)
         run.until(self._answers)
         self._own, other = pty.openpty()
@@ -142,20 +147,18 @@ class Watcher:
 
     def _answers(self) -> bool:
         with suppress(OSError):
-            return bool(scrape(self._metrics))
+            return bool(ask(self._page) and scrape(self._metrics))
         return False
 
     def _view(self) -> None:
-        url = f"http://127.0.0.1:{self._page}/"
-        with urllib.request.urlopen(url + "events") as stream:
+        with urllib.request.urlopen(self._page + "events") as stream:
             asked = time.monotonic()
             for line in stream:
                 self.snapshots += line.startswith(b"data: {")
                 if time.monotonic() - asked > 4:
                     asked = time.monotonic()
-                    for path in ("history", "samples"):
-                        with urllib.request.urlopen(url + path) as answer:
-                            answer.read()
+                    ask(self._page + "history", None)
+                    ask(self._page + "samples", None)
 
     def _scrape(self) -> None:
         time.sleep(self._first_s)

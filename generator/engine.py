@@ -25,6 +25,7 @@ from common.config import Config
 from common.errors import HeadraceError
 from common.trajectory import NOTHING_YET, Int32Array, PartialResponse
 from common.weightwire import resolve_backend
+from generator import lifeline
 from generator.responses import EngineError as EngineError
 from generator.responses import Growing, Interrupted
 from generator.responses import Sampled as Sampled
@@ -351,6 +352,7 @@ def engine_arguments(config: Config, generator_id: str) -> dict[str, Any]:
 
 def _prepare_environment(config: Config) -> None:
     """What vLLM and its child processes read from the environment; an operator's own setting wins."""
+    lifeline.tie()
     os.environ["OMP_NUM_THREADS"] = str(config.generator.threads)
     for name, value in (
         ("VLLM_LOGGING_LEVEL", "WARNING"),

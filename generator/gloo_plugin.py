@@ -39,6 +39,7 @@ from vllm.platforms import current_platform
 
 from common.lora import Adapter
 from common.weightwire import Slot, parse, plan_buckets
+from generator import lifeline
 from generator.adapters import Base
 from generator.receive import StagedReceive
 from generator.reload import Reload, Twin
@@ -204,7 +205,8 @@ class WorkerChecks:
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process, and its processes good neighbours on a CPU."""
+    """Make the backend known to vLLM in this process, which ends with its generator and is a good neighbour on a CPU."""
+    lifeline.follow()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "generator.gloo_plugin", "GlooEngine")
     if current_platform.is_cpu():
