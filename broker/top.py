@@ -160,7 +160,7 @@ def screen(state: State, broker: Broker, height: int) -> RenderableType:
     head = Text(f"run {run}   version {reading.version}", style="bold")
     if (age := time.monotonic() - reading.at) > _LATE_S:
         head.append(f"   no answer from the server; numbers are {age:.0f} s old", style="bold red")
-    room = max(3, height - 10)
+    room = max(3, height - 11)
     body = _letters(state.letters[: room - 1]) if state.shows_letters else _members(state, room)
     groups = broker.config.learner.groups_per_step
     return Group(head, Text(), _stations(reading), _numbers(reading, state.record, groups), Text(), body, _foot(state))
@@ -180,22 +180,22 @@ def _numbers(reading: Reading, record: dict[str, Any], groups_per_step: int) -> 
     serving = [member.version for member in reading.in_role("generator") if member.state == "serving"]
     limit = f" of {reading.memory_limit / 2**20:.0f}" if reading.memory_limit else ""
     age_s = reading.unfinished.outstanding.age_s if reading.unfinished.outstanding else 0.0
-    parts = [
+    queue = [
         f"lag {reading.queues.groups_waiting / groups_per_step:.1f} steps",
         f"oldest {age_s:.0f} s",
         f"behind {reading.version - min(serving, default=reading.version)} versions",
         f"memory {reading.memory / 2**20:.0f} MB{limit}",
-        f"dead letters {reading.queues.dead_letters}",
     ]
+    training = [f"dead letters {reading.queues.dead_letters}"]
     if record:
-        parts += [
+        training += [
             f"staleness {record['staleness_mean']:.2f} (max {record['staleness_max']:.0f})",
             f"reward {record['reward_mean']:.3f}",
             f"entropy {record['entropy']:.3f}",
         ]
     if not reading.ledger.balanced:
-        parts.append("ledger NOT BALANCED")
-    return Text("   ".join(parts))
+        training.append("ledger NOT BALANCED")
+    return Text("\n".join("   ".join(parts) for parts in (queue, training)))
 
 
 def _members(state: State, room: int) -> Table:
@@ -206,10 +206,11 @@ def _members(state: State, room: int) -> Table:
         table.add_column(name, header_style="dim", justify="right")
     assert state.reading is not None
     generators = state.generators
+    selected = min(state.selected, len(generators) - 1)  # one may have left since the key
     others = [member for member in state.reading.members if member.role != "generator"]
-    first = max(0, min(state.selected - room // 2, len(generators) + len(others) - room))
+    first = max(0, min(selected - room // 2, len(generators) + len(others) - room))
     for index, member in list(enumerate([*generators, *others]))[first : first + room]:
-        chosen = index == state.selected and member.role == "generator"
+        chosen = index == selected
         speed = state.speeds.get(member.incarnation)
         numbers = (speed.per_s if speed else None, member.counters.get("in_flight"))
         table.add_row(

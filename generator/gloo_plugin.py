@@ -205,7 +205,7 @@ class WorkerChecks:
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process, which ends with its generator and is a good neighbour on a CPU."""
+    """Make the backend known to vLLM in this process, which ends with its generator and is good to others on a CPU."""
     lifeline.follow()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "generator.gloo_plugin", "GlooEngine")

@@ -45,14 +45,16 @@ class Work:
     @classmethod
     def of(cls, model: Any, trained: bool) -> Work | None:
         """Of a Hugging Face causal language model that is whole on this rank; None: not known of mixtures of experts,
-        where a token meets some of the weights only."""
+        where a token meets some of the weights only, and of models whose configuration does not say what their
+        attention is like."""
         text = model.config.get_text_config()
-        if getattr(text, "num_experts_per_tok", None):
+        heads, layers = (getattr(text, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
+        if not heads or not layers or getattr(text, "num_experts_per_tok", None):
             return None
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         body = sum(p.numel() for p in model.parameters() if p.dim() > 1 and p is not head and p is not embedding)
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(body, head.numel(), text.num_hidden_layers * text.num_attention_heads * width, trained)
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(body, head.numel(), layers * heads * width, trained)
 
     def flops(self, tokens: int, scored: int, pairs: int) -> float:
         """Of forward and backward, for so many tokens, positions with logits, and pairs of tokens in attention."""
