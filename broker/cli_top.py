@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import suppress
 
 from rich.console import Console
 
@@ -25,5 +24,5 @@ def top(config: ConfigPath, run_id: RunId = None, overrides: Overrides = None) -
     # Not across the screen, which says itself what is wrong.
     logging.getLogger("headrace").addHandler(logging.NullHandler())
     resolved = existing_run(settings.load(config, overrides or []), run_id)
-    with open_run(resolved) as run, keyboard() as keys, suppress(KeyboardInterrupt):
+    with open_run(resolved) as run, keyboard() as keys:
         Top(run, resolved.run.folder / "metrics.jsonl").run(Console(), keys)

@@ -19,7 +19,7 @@ class MetricsTail:
 
     def __init__(self, path: Path, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() and not from_start else 0
+        self._offset = path.stat().st_size if not from_start and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
         try:

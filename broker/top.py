@@ -10,13 +10,14 @@ import os
 import queue
 import re
 import select
+import signal
 import sys
 import termios
 import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ _LATE_S = 5.0
 _LETTERS = 100
 _KEY = re.compile(r"\x1b[\[O][^A-Za-z~]*[A-Za-z~]|.", re.DOTALL)  # what an arrow sends, or a character
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "k": "up", "j": "down", "\x1b": "escape"}
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HELP = "up/down select   d drain   l dead letters   q quit"
+_LETTERS_HELP = "up/down select   l back   q quit"
 _STYLES = {"serving": "green", "draining": "yellow"}
 
 
@@ -52,7 +55,8 @@ class _Speed:
 @dataclass
 class State:
     """What is on the screen. `speeds`: of a process its tokens a second between the last two heartbeats, and what the
-    later one counted; `drain` is the generator that the next `d` asks to leave; `error` why nothing is new."""
+    later one counted; `selected` is a generator, `letter` a dead letter; `drain` is the generator that the next `d`
+    asks to leave; `error` why nothing is new."""
 
     reading: Reading | None = None
     speeds: dict[str, _Speed] = field(default_factory=dict)
@@ -60,6 +64,7 @@ class State:
     letters: list[DeadLetter] = field(default_factory=list)
     shows_letters: bool = False
     selected: int = 0
+    letter: int = 0
     drain: Member | None = None
     said: str = ""
     error: str = ""
@@ -119,8 +124,9 @@ class Top:
         state.speeds = {m.incarnation: _speed(state.speeds.get(m.incarnation), m) for m in reading.in_role("generator")}
         state.reading = reading
         state.letters = self._broker.dead_letters(_LETTERS) if state.shows_letters else []
-        for record in self._tail.read():
-            state.record = record
+        with suppress(OSError, ValueError):  # of the learner's file, which may be another machine's
+            for record in self._tail.read():
+                state.record = record
 
     def _drain(self, member: Member) -> None:
         try:
@@ -136,9 +142,11 @@ class Top:
         if not key:
             return
         asked, state.drain, state.said, generators = state.drain, None, "", state.generators
-        if key in ("up", "down"):
-            state.selected += 1 if key == "down" else -1
-        state.selected = max(0, min(state.selected, len(generators) - 1))
+        step = {"up": -1, "down": 1}.get(key, 0)
+        if state.shows_letters:
+            state.letter = max(0, min(state.letter + step, len(state.letters) - 1))
+        else:
+            state.selected = max(0, min(state.selected + step, len(generators) - 1))
         if key == "l" or (key == "escape" and state.shows_letters):
             state.shows_letters = not state.shows_letters
             self._wanted.put(lambda: None)  # reads anew
@@ -161,7 +169,7 @@ def screen(state: State, broker: Broker, height: int) -> RenderableType:
     if (age := time.monotonic() - reading.at) > _LATE_S:
         head.append(f"   no answer from the server; numbers are {age:.0f} s old", style="bold red")
     room = max(3, height - 11)
-    body = _letters(state.letters[: room - 1]) if state.shows_letters else _members(state, room)
+    body = _letters(state, room) if state.shows_letters else _members(state, room)
     groups = broker.config.learner.groups_per_step
     return Group(head, Text(), _stations(reading), _numbers(reading, state.record, groups), Text(), body, _foot(state))
 
@@ -191,7 +199,9 @@ def _numbers(reading: Reading, record: dict[str, Any], groups_per_step: int) -> 
         training += [
             f"staleness {record['staleness_mean']:.2f} (max {record['staleness_max']:.0f})",
             f"reward {record['reward_mean']:.3f}",
+            f"length {record['response_length_mean']:.0f}",
             f"entropy {record['entropy']:.3f}",
+            f"effective sample {record['effective_sample_size']:.2f}",
         ]
     if not reading.ledger.balanced:
         training.append("ledger NOT BALANCED")
@@ -230,37 +240,49 @@ def _speed(before: _Speed | None, member: Member) -> _Speed:
     return _Speed(tokens, wall_s, (tokens - before.tokens) / (wall_s - before.wall_s))
 
 
-def _letters(letters: list[DeadLetter]) -> RenderableType:
+def _letters(state: State, room: int) -> RenderableType:
+    """The newest dead letters in the upper half, and below them the whole error of the selected one."""
+    letters = state.letters
     if not letters:
         return Text("no dead letters")
+    shown, selected = max(1, room // 2 - 2), min(state.letter, len(letters) - 1)
+    first = max(0, min(selected - shown // 2, len(letters) - shown))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("dead letter", "kind", "attempts", "generator", "error"):
         table.add_column(name, header_style="dim", no_wrap=True, overflow="ellipsis")
-    for each in letters:
+    for index, each in list(enumerate(letters))[first : first + shown]:
         error = each.error.strip().splitlines()[-1] if each.error.strip() else ""
-        table.add_row(*(Text(cell) for cell in (each.id, each.kind, str(each.attempts), each.generator, error)))
-    return table
+        cells = (each.id, each.kind, str(each.attempts), each.generator, error)
+        table.add_row(*map(Text, cells), style="reverse" if index == selected else "")
+    error = letters[selected].error.strip().splitlines()[-max(1, room - shown - 2) :]
+    return Group(table, Text(), Text("\n".join(error), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def _foot(state: State) -> Text:
     if state.error:
         return Text(f"\n{state.error}", style="red")
-    return Text(f"\n{state.said or _HELP}", style="" if state.said else "dim")
+    keys = _LETTERS_HELP if state.shows_letters else _HELP
+    return Text(f"\n{state.said or keys}", style="" if state.said else "dim")
 
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """The terminal's keys one by one and unechoed: a call waits for the next one, an empty string is none."""
-    number = sys.stdin.fileno()
+    """The terminal's keys one by one and unechoed: a call waits for the next one, an empty string is none.
+
+    A signal to end is a `q`: as an exception it could come where Python ignores one, and be lost.
+    """
+    number, (told, tell) = sys.stdin.fileno(), os.pipe()
     before = termios.tcgetattr(number)
+    handlers = {each: signal.signal(each, lambda *_: os.write(tell, b"q")) for each in _ENDS}
     tty.setcbreak(number)
 
     typed: list[str] = []
 
     def key(timeout_s: float) -> str:
-        if not typed and select.select([number], [], [], timeout_s)[0]:
-            text = os.read(number, 64).decode(errors="replace")
-            typed.extend(_KEY.findall(text) or "q")  # the end of the input: nobody is there any more
+        if not typed:
+            for ready in select.select([told, number], [], [], timeout_s)[0]:
+                text = os.read(ready, 64).decode(errors="replace")
+                typed.extend(_KEY.findall(text) or "q")  # the end of the input: nobody is there any more
         pressed = typed.pop(0) if typed else ""
         return _KEYS.get(pressed, pressed)
 
@@ -268,3 +290,7 @@ def keyboard() -> Iterator[Callable[[float], str]]:
         yield key
     finally:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        os.close(told)
+        os.close(tell)

@@ -97,7 +97,7 @@ def test_top_shows_the_run_drains_and_outlives_its_server(make_config: MakeConfi
             assert row is not None and [int(each) for each in row[1].split()[:6]] == [7, 5, 0, 1, 0, 0]
 
             top.press("l")
-            top.shows(second.prompt.group_id, "ValueError: no verdict")
+            top.shows(second.prompt.group_id, "the judge", "ValueError: no verdict", "l back")
             top.press("l")
             top.shows("g2")
 
@@ -118,8 +118,10 @@ def test_top_shows_the_run_drains_and_outlives_its_server(make_config: MakeConfi
             top.press("q")
             assert top.ends() == 0
 
-        with terminal(sys.executable, "-c", COMMAND, str(file)) as top:
-            top.shows("g1")
-            top.process.send_signal(signal.SIGINT)
-            assert top.ends() == 0
+        (config.run.folder / "metrics.jsonl").mkdir(parents=True)  # as unreadable as another user's file
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with terminal(sys.executable, "-c", COMMAND, str(file)) as top:
+                top.shows("g1")
+                top.process.send_signal(number)
+                assert top.ends() == 0
         broker.close()
