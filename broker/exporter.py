@@ -33,8 +33,9 @@ class RunCollector(Collector):
         fresh = reading is not None and time.monotonic() - reading.at <= self._oldest_s
         values: dict[str, float | Mapping[str, float]] = {
             "headrace_generators_desired": float(self._wish()),
-            "headrace_scrape_errors": float(not fresh),
         }
+        if reading is not None:  # before the first nobody has asked the server
+            values["headrace_scrape_errors"] = float(not fresh)
         if reading is not None and fresh:
             values.update(run_values(reading, self._config))
         yield from families(catalogue.RUN, values, self._config.run.run_id)

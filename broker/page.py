@@ -89,8 +89,11 @@ class Page:
                 self._sampled_at = reading.at
                 self._view.keep(broker.newest_groups(GROUPS))
             snapshot = self._view.look(reading, broker.dead_letters, finished)
-        except HeadraceError as error:  # a right that the server does not give, for instance
-            self._view.say("error", str(error))
+        except Exception as error:  # a right that the server does not give, for instance
+            if self._view.say("error", str(error) or repr(error)):
+                self._log.warning("page: %s", error, exc_info=not isinstance(error, HeadraceError))
+            if finished or not isinstance(error, HeadraceError):
+                return
             snapshot = self._view.look(reading, lambda _: [], finished)
         self._loop.call_soon_threadsafe(self._publish, snapshot)
 

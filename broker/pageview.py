@@ -28,6 +28,7 @@ _TEXT = 1500  # characters of a text
 _EVENTS = 60
 _SILENCE_S = 5.0
 _RATE_S = 15.0
+_REPEAT_S = 600.0
 
 # Of a record; the first is what the points are in order of.
 RECORD_KEYS = (
@@ -109,6 +110,7 @@ class View:
         self._counted: dict[str, deque[tuple[float, float]]] = {}  # of a process: (wall_s, tokens), lately
         self._ledgers: deque[tuple[float, Ledger]] = deque()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._errors: dict[str, float] = {}  # the last one, and when it was said
         self._groups: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -141,13 +143,19 @@ class View:
             shown = sorted({**self._groups, **new}.items(), key=lambda item: [int(n) for n in item[0].split("-")])
             self._groups = dict(shown[-GROUPS:])
 
-    def say(self, kind: str, text: str) -> None:
-        """Add an event; versions that follow each other are one."""
+    def say(self, kind: str, text: str) -> bool:
+        """Add an event; versions that follow each other are one, an error that goes on is not said again. Returns
+        whether it is a new one."""
         newest = self._events[-1] if self._events else None
         if newest is not None and newest["kind"] == kind == "version":
             newest.update(at=time.time(), text=f"{newest['text'].split(' to ')[0]} to {text.split()[-1]}")
-        else:
-            self._events.append({"at": time.time(), "kind": kind, "text": text})
+            return False
+        if kind == "error" and self._errors.get(text, 0.0) > time.monotonic() - _REPEAT_S:
+            return False
+        if kind == "error":
+            self._errors = {text: time.monotonic()}
+        self._events.append({"at": time.time(), "kind": kind, "text": text})
+        return True
 
     def _read_records(self) -> None:
         try:

@@ -27,7 +27,7 @@ from broker.feeder import Feeder
 from broker.hunger import observe
 from broker.page import Page
 from broker.pageguard import token_of
-from broker.reading import Reading, read
+from broker.reading import REFRESH_S, Reading, read
 from broker.records import Member
 from broker.sources import load_tokenizer, open_source
 from broker.spans import Exporter
@@ -54,6 +54,12 @@ class Watch:
         registry.register(RunCollector(config, lambda: self.reading, lambda: self._scaler.wish.generators))
         self._open = lambda: expose(config.metrics, self.health, registry)
 
+    @property
+    def every_s(self) -> float:
+        """How often to look: a page is to move, however rarely heartbeats come."""
+        heartbeat_s = self._config.broker.heartbeat_s
+        return heartbeat_s if self.page is None else min(heartbeat_s, REFRESH_S)
+
     def look(self, broker: Broker) -> None:
         """Read the run anew, where anybody can see it: it takes a dozen commands."""
         if self._config.metrics.port is None and self.page is None:
@@ -76,7 +82,7 @@ class Watch:
             self.look(broker)
             if self.reading is None or not self.reading.in_role("generator"):
                 break
-            stop.wait(broker.config.broker.heartbeat_s)
+            stop.wait(self.every_s)
         self.page.show(broker, read(broker), finished=True)
 
     @contextmanager
@@ -170,7 +176,7 @@ def _serve(
             log.info("the run is finished")
             watch.linger(broker, stop)
             break
-        stop.wait(broker.config.broker.heartbeat_s)
+        stop.wait(watch.every_s)
     stop.set()
     for thread in threads:
         thread.join()

@@ -254,8 +254,8 @@ def _letters(state: State, room: int) -> RenderableType:
         error = each.error.strip().splitlines()[-1] if each.error.strip() else ""
         cells = (each.id, each.kind, str(each.attempts), each.generator, error)
         table.add_row(*map(Text, cells), style="reverse" if index == selected else "")
-    error = letters[selected].error.strip().splitlines()[-max(1, room - shown - 2) :]
-    return Group(table, Text(), Text("\n".join(error), style="dim", no_wrap=True, overflow="ellipsis"))
+    last = letters[selected].error.strip().splitlines()[-max(1, room - shown - 2) :]
+    return Group(table, Text(), Text("\n".join(last), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def _foot(state: State) -> Text:

@@ -225,6 +225,6 @@ def family(key: str) -> str:
 
 
 def explained() -> dict[str, str]:
-    """Key of `RECORD` -> its meaning, but for the keys that hold a number."""
+    """Key of `RECORD` -> its meaning, but for the keys that hold a number, and the step, which is the version."""
     rows = [row for section in RECORD.values() for row in section.items()]
-    return {key: text for keys, text in rows for key in keys if "<" not in key}
+    return {key: text for keys, text in rows for key in keys if "<" not in key and key != "step"}

@@ -143,10 +143,15 @@ class Run:
         if self.max_steps is not None and self.steps >= self.max_steps:
             return "complete"
         audit, metrics = _modified(self.folder / "audit.json"), _modified(self.folder / METRICS)
-        newest = max((_modified(path) for path in self._written()), default=0.0)
+        newest = self.written_at
         if audit and audit >= metrics and audit >= newest - 1:  # a resumed run writes again
             return "stopped"
         return "active" if (time.time() if now is None else now) - newest < _ACTIVE_S else "silent"
+
+    @property
+    def written_at(self) -> float:
+        """When its processes last wrote, in seconds since 1970."""
+        return max((_modified(path) for path in self._written()), default=0.0)
 
     def _written(self) -> Iterator[Path]:
         yield from (self.folder / name for name in (environment.CONFIG, METRICS, "eval.jsonl"))
@@ -165,8 +170,8 @@ def find(folder: Path) -> list[Run]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one that holds a folder per run")
-    found = [path for path in folder.iterdir() if (path / environment.CONFIG).is_file()]
-    return [Run(path) for path in sorted(found, key=lambda path: (-_modified(path), path.name))]
+    found = [Run(path) for path in folder.iterdir() if (path / environment.CONFIG).is_file()]
+    return sorted(found, key=lambda run: (-run.written_at, run.folder.name))
 
 
 def named(run: str, folder: Path) -> Run:

@@ -109,9 +109,9 @@ order in which it names them. In Kubernetes every pod has `metrics.port` for its
 stand beside the generator's. Values that are not known are missing, not 0. Alerts on them are in
 [alerts.yaml](../k8s/headrace/files/alerts.yaml), each with a [run book](runbooks.md).
 
-The learner serves the latest record, too: `headrace_learner_<key>` for each key above, with `_seconds` for `_s`,
-`_ratio` for `_share` and `_per_second` for `_per_s`; `staleness_<n>` is the label of
-`headrace_learner_trained_tokens_total`.
+Every family has a label `run`, the run's id. The learner serves the latest record, too: `headrace_learner_<key>` for
+each key above but `step`, with `_seconds` for `_s`, `_ratio` for `_share` and `_per_second` for `_per_s`;
+`staleness_<n>` is the label of `headrace_learner_trained_tokens_total`.
 """
 
 

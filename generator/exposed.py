@@ -68,7 +68,7 @@ class Exposed(Collector):
         """To be called with every heartbeat once the engine runs: idle, or something has come out since the last."""
         self._learner_version = learner_version
         counters = self._member().counters
-        moved = sum(counters.get(name, 0.0) for name in (*_COUNTED, "updates", "blocked_s"))
+        moved = sum(counters.get(name, 0.0) for name in (*_COUNTED, "updates", "blocked_s", "broker_full_s"))
         if moved != self._seen or not counters.get("in_flight"):
             self._seen = moved
             self.health.beat()

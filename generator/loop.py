@@ -214,6 +214,7 @@ class Generator:
         while self.receiver.version < prompt.released_version - bound:
             if self.receiver.version >= await asyncio.to_thread(self.broker.version) - bound:
                 return
+            self.exposed.health.beat()  # it is the learner that is late
             await self.receiver.wait_for_update(self.config.broker.heartbeat_s)
 
     def _group(self, lease: Lease, samples: list[Sampled], scores: list[Score], sampled_at: float) -> Group:

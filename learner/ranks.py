@@ -6,7 +6,8 @@ Bytes are msgpack (see `common.wire`), not pickled objects; a rank receives its 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import torch
@@ -50,11 +51,26 @@ def broadcast(data: bytes | None, source: int) -> bytes:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     size = torch.tensor(0 if data is None else len(data), dtype=torch.int64, device=device)
     dist.broadcast(size, src=source)
+    if not size:
+        return b""
     row = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if data:
+    if data is not None:
         row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(row, src=source)
     return row.cpu().numpy().tobytes()
+
+
+def broadcast_made(make: Callable[[], bytes] | None, source: int) -> bytes:
+    """What `make` gives on rank `source`, a byte string that is not empty, and which may take longer than a collective
+    may: meanwhile the rank says now and then that it is still at it."""
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(make) if make is not None else None
+        while True:
+            if making is not None:
+                wait([making], IDLE_S)
+            done = making.result() if making is not None and making.done() else b""
+            if said := broadcast(done if making is not None else None, source):
+                return said
 
 
 def anybody(says: bool) -> bool:

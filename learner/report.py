@@ -170,10 +170,10 @@ class Reporter:
 
     def _generators(self) -> dict[str, float]:
         """Shares of the time since the last step, averaged over living generators."""
-        members = {member.id: member for member in self._broker.members("generator")}
+        members = {member.incarnation: member for member in self._broker.members("generator")}
         busy, blocked, tokens, wall = 0.0, 0.0, 0.0, 0.0
         for member in members.values():
-            before = self._members.get(member.id)
+            before = self._members.get(member.incarnation)
             delta = {
                 name: value - (before.counters.get(name, 0.0) if before else 0.0)
                 for name, value in member.counters.items()

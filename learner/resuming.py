@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def choose(roots: Sequence[Path], log: Logger) -> Stored | None:
             return None
         source = ages.index(max(ages))
         reads = dist.get_rank() == source
-        offer = wire.unpack(ranks.broadcast(_offer(candidates[-1][1]) if reads else None, source), "checkpoint")
+        # Hundreds of gigabytes take minutes to compare.
+        make = partial(_offer, candidates[-1][1]) if reads else None
+        offer = wire.unpack(ranks.broadcast_made(make, source), "checkpoint")
         name, problem = str(offer["name"]), str(offer["problem"])
         if not problem:
             folder = candidates[-1][1] if reads else None

@@ -70,7 +70,10 @@ function drawStatus() {
   at("stale").hidden = !why;
 }
 
+let again = false;
+
 async function refresh() {
+  again ||= state.fetching && Boolean(state.snapshot?.finished);
   const lost = performance.now() - state.alive > 1000 * OLD_S;
   if (state.fetching || ((lost || document.hidden) && !state.snapshot?.finished)) return;
   state.fetching = true;
@@ -86,6 +89,10 @@ async function refresh() {
     // drawStatus says what is wrong; the next try follows.
   } finally {
     state.fetching = false;
+    if (again) {
+      again = false;
+      refresh();
+    }
   }
 }
 

@@ -68,4 +68,5 @@ def test_build_steps_are_targets_of_the_makefile(steps: list[Instruction], reque
 
 
 def test_health_check_asks_what_the_probes_ask(steps: list[Instruction]) -> None:
-    assert "http://127.0.0.1:9400/healthz" in of(steps, "HEALTHCHECK")[0]
+    assert "http://127.0.0.1:{p}/healthz" in of(steps, "HEALTHCHECK")[0]
+    assert "HEADRACE__METRICS__PORT" in of(steps, "HEALTHCHECK")[0], "without metrics there is nothing to ask"

@@ -246,7 +246,8 @@ livenessProbe:
   httpGet: {path: /healthz, port: metrics}
   periodSeconds: 20
   timeoutSeconds: 10
-  failureThreshold: 6
+  {{- /* A learner's ranks load again in the same container whenever nodes come or go, and wait for others of them. */}}
+  failureThreshold: {{ eq (index . 1) "learner" | ternary (max 6 (div ($values.startupSeconds | default 300) 20)) 6 }}
 {{- end -}}
 
 {{/* Resources with the accelerators. Argument: root context, component, number of accelerators. */}}
