@@ -104,6 +104,12 @@ k8s-test: $(STAMP) $(K8S_VENV)/.stamp ## Chart, Kustomize base, images: schemas,
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m long tests/k8s
 	$(BIN)/python -m tests.k8s.lint $(K8S_VENV)/bin
 
+watch-test: $(STAMP) ## What people see, on real runs: Prometheus, panels and alerts; the page in Chromium; docs/start.md, command by command (12 minutes)
+	@for tool in prometheus promtool chromium; do command -v $$tool >/dev/null || { echo "watch-test: $$tool is missing (Debian: apt install prometheus chromium)"; exit 1; }; done
+	@$(BIN)/python -c "import playwright" || { echo "watch-test: playwright is missing; run: $(BIN)/pip install playwright"; exit 1; }
+	$(TEST_ENV) $(BIN)/python -m pytest tests/alerts
+	$(TEST_ENV) $(BIN)/python -m pytest -m long tests/integration/test_alerts_live.py tests/integration/test_page_live.py tests/integration/test_newcomer.py
+
 k8s-generate: $(STAMP) ## Write the Kustomize base and the ACL file from the chart and the code
 	$(BIN)/python -m k8s.generate
 

@@ -327,6 +327,12 @@ class Config(Section):
                 f"learner.groups_per_step is {learner.groups_per_step}, which learner.updates_per_batch "
                 f"({learner.updates_per_batch}) does not divide; use a multiple of it"
             )
+        if learner.tokens_per_step and (self.staleness.expired_tokens == "wait" or not self.staleness.max_staleness):
+            raise ValueError(
+                f"learner.tokens_per_step is {learner.tokens_per_step}, and what a full step leaves would be too old "
+                f"for the next: staleness.expired_tokens is {self.staleness.expired_tokens!r}, staleness.max_staleness "
+                f"{self.staleness.max_staleness}; use 'mask' or 'drop' and at least 1, or null"
+            )
         correction = objective.correction
         if correction.mode == "bypass" and (correction.token_mask or correction.sequence_mask):
             raise ValueError(

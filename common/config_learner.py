@@ -26,6 +26,12 @@ class LearnerConfig(Section):
     )
     elastic: ElasticConfig | None = Field(None, description="Nodes that come and go. Null: one node, which stays.")
     groups_per_step: PositiveInt = 8
+    tokens_per_step: PositiveInt | None = Field(
+        None,
+        description="A step is full before that once its groups hold so many response tokens, so that long answers do "
+        "not make long steps; the group that reaches it is in. The release budget goes on counting groups_per_step. "
+        "Null: groups alone count. Not with expired_tokens: wait, nor with max_staleness 0.",
+    )
     updates_per_batch: PositiveInt = Field(1, description="Optimizer updates per batch (mini-batches).")
     micro_batch_tokens: PositiveInt = Field(8192, description="Hard limit of a rank's tokens in a micro-batch.")
     max_steps: PositiveInt = 1000

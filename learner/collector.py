@@ -1,8 +1,8 @@
 """Fills batches from the group stream, reading ahead in a thread so that a step never waits for decoding.
 
-Promise: a batch holds exactly `groups_per_step` groups, none of them too old to train at the version it is taken for;
-what is too old expires, which sends its prompt to be sampled again, and what is left over waits for the next batch.
-Which groups a batch takes is decided by `learner.pending`.
+Promise: a batch holds `groups_per_step` groups, or fewer that hold `tokens_per_step` tokens, none of them too old to
+train at the version it is taken for; what is too old expires, which sends its prompt to be sampled again, and what is
+left over waits for the next batch. Which groups a batch takes is decided by `learner.pending`.
 """
 
 from __future__ import annotations

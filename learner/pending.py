@@ -31,20 +31,28 @@ class Pending:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._deliveries: list[Delivery] = []
+        self._tokens = 0  # of the responses of all of them
 
     @property
     def full(self) -> bool:
-        """Whether there are enough for a batch."""
-        return len(self._deliveries) >= self._config.learner.groups_per_step
+        """Whether there are enough for a batch, groups or tokens."""
+        learner = self._config.learner
+        enough = learner.tokens_per_step is not None and self._tokens >= learner.tokens_per_step
+        return enough or len(self._deliveries) >= learner.groups_per_step
 
     def add(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
+        self._tokens += delivery.group.response_tokens
+
+    def _keep(self, deliveries: list[Delivery]) -> None:
+        self._deliveries = deliveries
+        self._tokens = sum(each.group.response_tokens for each in deliveries)
 
     def take_expired(self, version: int) -> list[Delivery]:
         """Those too old to train at policy `version`, which wait no longer."""
         old = [each for each in self._deliveries if expired(each.group, self._config, version)]
         gone = {each.entry_id for each in old}
-        self._deliveries = [each for each in self._deliveries if each.entry_id not in gone]
+        self._keep([each for each in self._deliveries if each.entry_id not in gone])
         return old
 
     def bounds(self, version: int) -> list[int]:
@@ -66,11 +74,21 @@ class Pending:
         wanted, bounds = self._config.learner.groups_per_step, self.bounds(version)
         # Stable: groups of one version stay in the order of their arrival.
         ordered = sorted(self._deliveries, key=lambda each: each.group.released_version) if bounds else self._deliveries
-        batch, rest = ordered[:wanted], ordered[wanted:]
+        count = min(wanted, self._reaching(ordered))
+        batch, rest = ordered[:count], ordered[count:]
         for bound, count in zip(bounds, outstanding, strict=True):
             later = (bound + self._config.staleness.max_staleness - version) * wanted
             taken = sum(each.group.released_version <= bound for each in batch)
             if taken < min(count - later, wanted):
                 return None
-        self._deliveries = rest
+        self._keep(rest)
         return tuple(batch)
+
+    def _reaching(self, deliveries: Sequence[Delivery]) -> int:
+        """How many of them, from the first on, hold `tokens_per_step`; more than there are if they do not."""
+        limit, tokens = self._config.learner.tokens_per_step, 0
+        for count, each in enumerate(deliveries if limit is not None else (), 1):
+            tokens += each.group.response_tokens
+            if limit is not None and tokens >= limit:
+                return count
+        return len(deliveries) + 1

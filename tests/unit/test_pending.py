@@ -81,6 +81,33 @@ def test_choose_wait_without_staleness_waits_for_all_that_is_outstanding() -> No
     assert pending("wait", 3, 3, 3, staleness=0).choose(3, [4]) is None
 
 
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        ([1, 1, 1, 1, 1], ["0123"]),  # groups make it full
+        ([9, 1, 2, 10, 1], ["01", "23"]),  # the group that reaches the limit is in
+        ([30, 1, 1, 1, 1], ["0", "1234"]),
+        ([3, 3, 3], []),
+    ],
+)
+def test_choose_a_step_is_full_at_its_groups_or_tokens(lengths: list[int], batches: list[str]) -> None:
+    config = make_config(learner={"groups_per_step": 4, "tokens_per_step": 10})
+    waiting, rng = Pending(config), np.random.default_rng(0)
+    for position, length in enumerate(lengths):
+        waiting.add(Delivery(f"{position}-0", make_group(rng, str(position), 2, [length])))
+    taken = []
+    while waiting.full:
+        taken.append(names(waiting.choose(0, [])))
+    assert taken == batches
+    assert waiting.choose(0, []) is None
+
+
+@pytest.mark.parametrize("staleness", [{"expired_tokens": "wait"}, {"max_staleness": 0}])
+def test_tokens_per_step_refused_where_what_is_left_would_be_too_old(staleness: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"learner\.tokens_per_step is 10"):
+        make_config(learner={"tokens_per_step": 10}, staleness=staleness)
+
+
 @pytest.mark.parametrize(("policy", "gone"), [("mask", "2"), ("drop", "12"), ("wait", "12")])
 def test_take_expired_gives_each_group_once(policy: str, gone: str) -> None:
     waiting, rng = pending(policy, 6), np.random.default_rng(0)
