@@ -14,7 +14,7 @@ REQUIREMENTS ?= $(or $(MADE_FROM),requirements/cpu.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv runtime runtime-packages quickstart test chaos members learn lint docs site k8s-test k8s-generate clean
+.PHONY: help venv runtime runtime-packages quickstart test chaos members learn lint docs site k8s-test watch-test k8s-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20

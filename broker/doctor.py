@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from common.config import Config
 from common.doctor import Finding, fault, ok, resolves, warning
 from common.errors import HeadraceError
 
+_CONNECT_S = 3.0
 _SKEW_S = 5.0  # ages and leases are the server's clock alone; logs and traces of several hosts are not
 
 
@@ -75,14 +77,20 @@ def data(config: Config) -> Iterator[Finding]:
 
 
 def peers(config: Config) -> Iterator[Finding]:
-    """Can the hosts of the run's living members be found from here?"""
+    """Can the hosts of the run's living members be found from here, and the place where the learner's nodes meet?"""
     try:
         broker = Broker.connect(config, reader=True)
     except HeadraceError:  # said already
         return
     try:
-        hosts = {member.host for member in broker.members() if member.host}
+        hosts, place = {member.host for member in broker.members() if member.host}, broker.meeting()
     finally:
         broker.close()
+    if place is not None:
+        try:
+            socket.create_connection((place.host, place.port), _CONNECT_S).close()
+            yield ok("peers", f"the store in which the learner's nodes meet answers at {place.host}:{place.port}")
+        except OSError as error:
+            yield fault("peers", f"the store in which the learner's nodes meet, {place.host}:{place.port}: {error}")
     for host in sorted(hosts):
         yield resolves("peers", host, f"host {host!r} of a member does not resolve here")

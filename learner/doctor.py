@@ -69,8 +69,13 @@ def devices(config: Config) -> Iterator[Finding]:
         else:
             yield ok("gpu", "none; gloo on CPUs")
         return
-    if count < config.learner.ranks:
-        yield fault("gpu", f"{count} GPUs for learner.ranks {config.learner.ranks}")
+    ranks, parallel = config.learner.ranks, config.generator.tensor_parallel_size
+    wanted = f"learner.ranks {ranks}, generator.tensor_parallel_size {parallel}"
+    if count < min(ranks, parallel):
+        yield fault("gpu", f"{count} GPUs for {wanted}: too few for either")
+    elif count < max(ranks, parallel):
+        enough = "generator" if count >= parallel else "learner"
+        yield warning("gpu", f"{count} GPUs for {wanted}: enough for the {enough}")
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}: {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"

@@ -6,8 +6,9 @@ a single fixed node brings its own. What it promises:
 - a node that gets SIGTERM, or sees another one come, lets its ranks finish their step and save (`learner.loop`); a node
   that was lost costs what was trained since the newest snapshot. Either way the nodes there are form the next round;
 - a broker service that was started again has a new store: the ranks leave as for a resize, and the nodes meet there;
-- it ends with 0 when the run is complete or it was told to stop, with `PERMANENT` where starting again cannot help,
-  with 1 after `max_failures` failures in a row between which no group became durable.
+- it ends with 0 when the run is complete or it was told to stop and everything is saved, with `PERMANENT` where
+  starting again cannot help, with 1 where a stop could not save, and after `max_failures` failures in a row between
+  which no group became durable.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, meeting: Meeting, grace_s: float, log: Logger) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=int(grace_s))
         self._meeting, self._grace_s, self._log = meeting, grace_s, log
+        self.failed = False  # in the end, what it was told to do while it left
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
@@ -70,6 +72,9 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         super()._shutdown(death_sig, int(self._grace_s))
+        # Of the first rank, which saves; what the others end with may follow from its going.
+        first = getattr(self._pcontext, "subprocess_handlers", {}).get(0)
+        self.failed = first is not None and first.proc.poll() not in (0, LEAVING, -signal.SIGTERM)
 
     def _exit_barrier(self) -> None:
         """Nobody needs this node any more: the store is elsewhere."""
@@ -88,6 +93,7 @@ class Node:
         self._arguments = tuple(arguments)
         self._elastic = config.learner.elastic
         self._meeting: Meeting | None = None
+        self._agent: _Agent | None = None
         self._failures, self._durable = 0, -1
         self._seen_unfinished = False
 
@@ -102,6 +108,9 @@ class Node:
             self.log.info("stopped by %s", stop.sigval.name)
             if self._meeting is not None:
                 self._meeting.withdraw()
+            if self._agent is not None and self._agent.failed:
+                self.log.error("the ranks did not leave in good order: what they trained last may not be saved")
+                return 1
             return 0
 
     # --- a single node
@@ -171,7 +180,8 @@ class Node:
             monitor_interval=_LOOK_S,
         )
         grace_s = (self._elastic or ElasticConfig()).grace_s
-        return _Agent(spec, meeting, grace_s, self.log).run()
+        self._agent = _Agent(spec, meeting, grace_s, self.log)
+        return self._agent.run()
 
     def _after(self, result: RunResult | None, elastic: ElasticConfig) -> int | None:
         """The node's exit code after a round; None: on to the next one."""

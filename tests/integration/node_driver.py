@@ -2,7 +2,7 @@
 
 A rank counts in step with the others and leaves with them when one of them is told to, until FOLDER/done exists. It
 writes `NAME rank/world` into FOLDER/rounds when it begins, and FOLDER/worlds/<world> says by its modification time
-when a world of that size last counted. FOLDER/broken makes it fail for good.
+when a world of that size last counted. FOLDER/broken makes it fail for good, FOLDER/unsaved when it leaves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rank(name: str, folder: Path) -> int:
         for flag, code in zip(flags.tolist(), (LEAVING, 0, PERMANENT), strict=True):
             if flag:
                 dist.barrier()
-                return code
+                return 1 if code == LEAVING and (folder / "unsaved").exists() else code
         threading.Event().wait(0.02)
 
 

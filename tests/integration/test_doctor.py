@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from valkey_helpers import DATA, Node, free_port, node
 
 from broker import Broker, Member
 from broker import doctor as broker_doctor
+from broker.elastic import Meeting
 from common import doctor
 from common.cli import app
 from common.config import Config
@@ -95,6 +97,16 @@ def test_member_whose_host_is_unknown_here(patient: Patient) -> None:
     broker = Broker.connect(config)
     broker.heartbeat(Member("g1", "generator", "serving", host="nowhere.invalid"))
     _one(broker_doctor.peers, config, "'nowhere.invalid' of a member does not resolve")
+    broker.close()
+
+
+def test_meeting_place_of_the_nodes_that_does_not_answer(patient: Patient) -> None:
+    config, port = patient(), free_port()
+    broker = Broker.connect(config)
+    broker.invite(Meeting("127.0.0.1", port, "gone"))
+    _one(broker_doctor.peers, config, f"127.0.0.1:{port}")
+    with socket.create_server(("127.0.0.1", port)):
+        assert _faults(broker_doctor.peers, config) == []
     broker.close()
 
 

@@ -66,6 +66,9 @@ class Nodes:
                     start_new_session=True,
                 )
 
+    def stop(self, name: str) -> None:
+        self._running[name].terminate()
+
     def kill(self, name: str) -> None:
         kill_family("no mark/", [self._running[name].pid])
 
@@ -114,6 +117,16 @@ def test_nodes_go_on_without_rank_0_and_with_a_new_broker_service(nodes: Nodes) 
     nodes.broker.finish()
     (nodes.folder / "done").touch()
     assert nodes.code(left) == 0
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_node_told_to_stop_says_whether_its_rank_could_save(nodes: Nodes, saved: bool) -> None:
+    if not saved:
+        (nodes.folder / "unsaved").touch()
+    nodes.start("a")
+    nodes.await_world(1)
+    nodes.stop("a")
+    assert nodes.code("a") == (0 if saved else 1)
 
 
 def test_node_with_a_permanent_error_is_not_started_again(nodes: Nodes) -> None:

@@ -134,6 +134,23 @@ def test_failed_save_is_logged_keeps_the_one_before_it_and_the_next_one_works(
 # -- resuming
 
 
+def test_what_takes_longer_than_a_collective_may_is_awaited(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.init("gloo")
+    monkeypatch.setattr(ranks, "IDLE_S", 0.01)
+    said, broadcast = [], ranks.broadcast
+    enough = threading.Event()
+
+    def heard(data: bytes | None, source: int) -> bytes:
+        said.append(data)
+        if len(said) == 3:
+            enough.set()
+        return broadcast(data, source)
+
+    monkeypatch.setattr(ranks, "broadcast", heard)
+    assert ranks.broadcast_made(lambda: b"whole" if enough.wait(30) else b"late", 0) == b"whole"
+    assert set(said[:3]) == {b""} and said[-1] == b"whole", "the others hear something meanwhile"
+
+
 @pytest.mark.timeout(60)
 def test_choose_skips_broken_ones_with_what_is_wrong_and_takes_the_newest_whole_one(
     make_config: MakeConfig, alone: None, caplog: pytest.LogCaptureFixture
@@ -183,7 +200,7 @@ def test_commands_list_and_verify_name_whole_and_broken_ones(make_config: MakeCo
 class LightTrainer:
     """What `Learner` needs of `Trainer` on one rank; its weights are the number of tokens it was shown."""
 
-    adapter = sends = None
+    adapter = sends = work = None
 
     def __init__(self, config: Config) -> None:
         self.tokens = 0

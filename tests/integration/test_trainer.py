@@ -57,7 +57,7 @@ def whole(tiny_model: Path, given: Path) -> Update:
     return update
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_update_two_ranks_several_micro_batches_equals_one_big_batch(
     whole: Update, tiny_model: Path, tmp_path: Path, stage: int, given: Path
 ) -> None:
