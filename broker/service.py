@@ -42,12 +42,18 @@ LINGER_S = 30.0  # as long as `headrace up` waits for generators
 
 
 class Watch:
-    """The service's latest reading of the run, and the port and the page that show it."""
+    """The service's latest reading of the run, and the port and the page that show it.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: the run.
+        generators: that are there already, and stay where this service was started again.
+    """
+
+    def __init__(self, config: Config, generators: int) -> None:
         self.reading: Reading | None = None
         self.page: Page | None = None
         scaler = Autoscaler(config.autoscale, config.learner.groups_per_step, config.autoscale.min)
+        scaler.start_from(generators)  # before anybody can ask
         self._config, self._scaler = config, scaler
         self.health = Health(config.metrics.stalled_s)
         registry = CollectorRegistry()
@@ -64,9 +70,7 @@ class Watch:
         """Read the run anew, where anybody can see it: it takes a dozen commands."""
         if self._config.metrics.port is None and self.page is None:
             return
-        first, self.reading = self.reading is None, read(broker)
-        if first:  # of a service that was started again: what is there stays
-            self._scaler.start_from(len(self.reading.in_role("generator")))
+        self.reading = read(broker)
         self._scaler.observe(observe(self._config, self.reading.members, self.reading.queues, self.reading.at))
         self.health.beat()
         self.health.ready_when(lambda: "")
@@ -119,7 +123,7 @@ def run_service(config: Config, stopping: threading.Event | None = None) -> int:
     if config.page.served:
         token_of(config.page)  # before anything is taken
     broker = Broker.connect(config)
-    watch = Watch(config)
+    watch = Watch(config, len(broker.members("generator")))
     with stop_signal(stopping) as stop, watch:
         try:
             tokenizer = load_tokenizer(config)

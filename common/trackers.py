@@ -7,11 +7,14 @@ their own environment variables.
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from common.checks import MLFLOW_URI
 from common.config import Config
@@ -66,6 +69,8 @@ class TensorBoard:
         folder = target.config.run.folder / "tensorboard"
         folder = folder if target.part == "train" else folder / target.part
         self._writer, self._target = SummaryWriter(str(folder), purge_step=target.first), target
+        tree = yaml.safe_dump(target.parameters(), sort_keys=False)
+        self._writer.add_text("configuration", textwrap.indent(tree, "    "), target.first)  # as Markdown shows code
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in self._target.named(values).items():

@@ -209,6 +209,8 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events = EventAccumulator(str(folder / path))
         events.Reload()
         found[name] = [(event.step, event.value) for event in events.Scalars(name)]
+        (text,) = events.Tensors("configuration/text_summary")[-1].tensor_proto.string_val
+        assert b"commit: abc" in text and b"path: models/tiny" in text
     return found
 
 
