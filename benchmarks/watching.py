@@ -5,13 +5,13 @@
 One run goes on the whole time (vLLM, DeepSpeed, the model of examples/tiny.yaml). A watcher is a broker service with
 page and metrics, a viewer that follows the page as a browser does, a scraper that asks all three `/metrics` as often as
 the chart does, and `headrace top` on a terminal. What one of them costs is less than the machine's speed varies by, so
-there are several at once. In every other window they are stopped (SIGSTOP), and the run has only its own service,
-which nobody watches. The order within a pair changes from pair to pair. The last line of the output is one JSON object:
+there are several at once. In every other window they are stopped (SIGSTOP), and as many services that nobody watches
+work in their place. The order within a pair changes from pair to pair. The last line of the output is one JSON object:
 
 - `slowdown`: 1 - (tokens a second watched / unwatched), the mean over the pairs, divided by the number of watchers,
-  with its standard error. It holds the loop of a whole service for each, of which a run has one anyway;
-- `cpu_share`: what a watcher's processes, the viewer and the scraper included, take of the machine's processors. What
-  the run's processes need to answer is not in it.
+  with its standard error;
+- `cpu_share`: what a watcher's processes, the viewer and the scraper included, take of the machine's processors, less
+  what a service takes that nobody watches. What the run's processes need to answer is not in it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def ask(url: str, timeout_s: float | None = 10.0) -> str:
 
 
 class Watcher:
-    """A service with a page and metrics, a viewer of the page, a scraper, and `headrace top` on a terminal; all of them
-    stand still unless `go` was called."""
+    """A service with a page and metrics, a viewer of the page, a scraper, and `headrace top` on a terminal; and a
+    service without all that. Either the former work (`go`) or the latter (`stop`)."""
 
     def __init__(self, run: Run, number: int, first_scrape_s: float) -> None:
         page, self._metrics = WATCHERS + 2 * number, WATCHERS + 2 * number + 1
@@ -126,24 +126,27 @@ class Watcher:
         self._own, other = pty.openpty()
         top = run.start(f"top-{number}", f"top --run-id {RUN}", {}, other)
         os.close(other)
-        self._processes = [psutil.Process(each.pid) for each in (service, top)]
+        self._watched = [psutil.Process(each.pid) for each in (service, top)]
+        self._alone = [psutil.Process(run.start(f"alone-{number}", "broker", {}).pid)]
         for work in (self._view, self._scrape, self._drain):
             threading.Thread(target=work, daemon=True).start()
 
     def go(self) -> None:
-        self._signal(signal.SIGCONT)
+        self._change(self._alone, self._watched)
         self._awake.set()
 
     def stop(self) -> None:
         self._awake.clear()
-        self._signal(signal.SIGSTOP)
+        self._change(self._watched, self._alone)
 
     def cpu_s(self) -> float:
-        return sum(map(cpu_s, self._processes))
+        return sum(map(cpu_s, [*self._watched, *self._alone]))
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            process.send_signal(number)
+    def _change(self, out: list[psutil.Process], on: list[psutil.Process]) -> None:
+        for process in out:
+            process.suspend()
+        for process in on:
+            process.resume()
 
     def _answers(self) -> bool:
         with suppress(OSError):
