@@ -23,7 +23,9 @@ def newest_run_id(run: RunConfig) -> str | None:
 
 
 def _age_key(path: Path) -> tuple[float, str]:
-    return path.stat().st_mtime, path.name
+    """When it was begun or resumed: its `config.yaml` is written then, the folder itself changes when it ends, too."""
+    written = path / "config.yaml"
+    return (written if written.is_file() else path).stat().st_mtime, path.name
 
 
 def with_run_id(config: Config, run_id: str) -> Config:

@@ -294,6 +294,16 @@ def test_newest_run_id_ignores_runs_of_longer_names(make_config: MakeConfig) -> 
     assert existing_run(_own_server(config), "quick-other").run.run_id == "quick-other"
 
 
+def test_newest_run_is_the_one_that_was_begun_last_not_the_one_that_ended_last(make_config: MakeConfig) -> None:
+    config = make_config(run={"name": "quick", "id": None})
+    for age_s, name in ((100, "quick-20260101-000000"), (10, "quick-20260102-000000")):
+        (config.run.dir / name).mkdir(parents=True)
+        (config.run.dir / name / "config.yaml").touch()
+        os.utime(config.run.dir / name / "config.yaml", (time.time() - age_s,) * 2)
+    (config.run.dir / "quick-20260101-000000" / "audit.json").touch()
+    assert newest_run_id(config.run) == "quick-20260102-000000"
+
+
 def test_existing_run_without_any_says_where_it_looked_and_what_is_there(make_config: MakeConfig) -> None:
     config = _own_server(make_config(run={"name": "none", "id": None}))
     with pytest.raises(ConfigError, match=r"no run named 'none'.*--run-id$"):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from common.cli_runs import app
 from common.curves import axis, differences
 from common.errors import ConfigError
 from common.metrics import JsonlSink
-from common.runfolder import Run, records
+from common.runfolder import Run, find, records
 
 
 def make_run(folder: Path, run_id: str, steps: int, max_steps: int = 5, **learner: Any) -> Run:
@@ -120,6 +121,15 @@ def test_list_has_a_line_per_run_and_names_what_is_damaged(tmp_path: Path) -> No
     assert lines["broken-1"][1] == "damaged"
     assert "metrics.jsonl, line 1" in output
     assert "no-run" not in output
+
+
+def test_list_begins_with_the_run_that_was_written_to_last(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, run_id, 1) for run_id in ("a-1", "b-1")]
+    for run, age_s in zip(runs, (10, 100), strict=True):
+        for path in run.folder.rglob("*"):
+            os.utime(path, (time.time() - age_s,) * 2)
+    (runs[1].folder / "report.html").touch()  # by a command: its processes have written nothing
+    assert [run.folder.name for run in find(tmp_path)] == ["a-1", "b-1"]
 
 
 def test_list_of_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
