@@ -83,7 +83,10 @@ def peers(config: Config) -> Iterator[Finding]:
     except HeadraceError:  # said already
         return
     try:
-        hosts, place = {member.host for member in broker.members() if member.host}, broker.meeting()
+        members = broker.members()
+        hosts = {member.host for member in members if member.host}
+        # Without a broker service it is where one was.
+        place = broker.meeting() if any(member.role == "broker" for member in members) else None
     finally:
         broker.close()
     if place is not None:

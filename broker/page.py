@@ -85,15 +85,20 @@ class Page:
             return
         self._shown_at = reading.at
         try:
+            self._show(broker, reading, finished)
+        except Exception as error:
+            if self._view.say("error", repr(error)):
+                self._log.exception("page: no snapshot")
+
+    def _show(self, broker: Broker, reading: Reading, finished: bool) -> None:
+        try:
             if self.viewers and (finished or reading.at - self._sampled_at >= _SAMPLES_S):
                 self._sampled_at = reading.at
                 self._view.keep(broker.newest_groups(GROUPS))
             snapshot = self._view.look(reading, broker.dead_letters, finished)
-        except Exception as error:  # a right that the server does not give, for instance
-            if self._view.say("error", str(error) or repr(error)):
-                self._log.warning("page: %s", error, exc_info=not isinstance(error, HeadraceError))
-            if finished or not isinstance(error, HeadraceError):
-                return
+        except HeadraceError as error:  # a right that the server does not give, for instance
+            if self._view.say("error", str(error)):
+                self._log.warning("page: %s", error)
             snapshot = self._view.look(reading, lambda _: [], finished)
         self._loop.call_soon_threadsafe(self._publish, snapshot)
 

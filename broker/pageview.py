@@ -150,7 +150,7 @@ class View:
         if newest is not None and newest["kind"] == kind == "version":
             newest.update(at=time.time(), text=f"{newest['text'].split(' to ')[0]} to {text.split()[-1]}")
             return False
-        if kind == "error" and self._errors.get(text, 0.0) > time.monotonic() - _REPEAT_S:
+        if kind == "error" and self._errors.get(text, -math.inf) > time.monotonic() - _REPEAT_S:
             return False
         if kind == "error":
             self._errors = {text: time.monotonic()}

@@ -104,6 +104,8 @@ def test_meeting_place_of_the_nodes_that_does_not_answer(patient: Patient) -> No
     config, port = patient(), free_port()
     broker = Broker.connect(config)
     broker.invite(Meeting("127.0.0.1", port, "gone"))
+    assert _faults(broker_doctor.peers, config) == [], "no broker service is there that could answer"
+    broker.heartbeat(Member("broker-1", "broker", "serving", host="localhost"))
     _one(broker_doctor.peers, config, f"127.0.0.1:{port}")
     with socket.create_server(("127.0.0.1", port)):
         assert _faults(broker_doctor.peers, config) == []
