@@ -105,10 +105,6 @@ class Autoscaler:
     def __post_init__(self) -> None:
         self.wish = Wish(self._clamped(self.start), held=True)
 
-    def start_from(self, generators: int) -> None:
-        """Want so many, before anything is known."""
-        self.wish = Wish(self._clamped(generators), held=True)
-
     def observe(self, now: Observation) -> Wish:
         """The wish after one more look at the run; one that is not newer than the last one changes nothing."""
         before, self._before = self._before, now

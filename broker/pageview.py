@@ -110,7 +110,7 @@ class View:
         self._counted: dict[str, deque[tuple[float, float]]] = {}  # of a process: (wall_s, tokens), lately
         self._ledgers: deque[tuple[float, Ledger]] = deque()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
-        self._errors: dict[str, float] = {}  # the last one, and when it was said
+        self._error, self._error_at = "", -math.inf  # the last one, and when it was said
         self._groups: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -150,10 +150,11 @@ class View:
         if newest is not None and newest["kind"] == kind == "version":
             newest.update(at=time.time(), text=f"{newest['text'].split(' to ')[0]} to {text.split()[-1]}")
             return False
-        if kind == "error" and self._errors.get(text, -math.inf) > time.monotonic() - _REPEAT_S:
-            return False
         if kind == "error":
-            self._errors = {text: time.monotonic()}
+            now = time.monotonic()
+            if text == self._error and now - self._error_at < _REPEAT_S:
+                return False
+            self._error, self._error_at = text, now
         self._events.append({"at": time.time(), "kind": kind, "text": text})
         return True
 
@@ -188,8 +189,7 @@ class View:
             self.say("expired", f"{expired} groups expired")
         if (dead := now.ledger.dead - before.ledger.dead) > 0:
             for letter in letters(min(dead, 3))[::-1]:
-                last = letter.error.strip().splitlines()[-1:] or [letter.kind]
-                self.say("dead", f"{letter.id} is dead-lettered: {last[0]:.300}")
+                self.say("dead", f"{letter.id} is dead-lettered: {letter.last_line or letter.kind:.300}")
         if before.ledger.balanced and not now.ledger.balanced:
             self.say("error", "the ledger does not balance")
         if now.evaluation is not None and now.evaluation != before.evaluation:

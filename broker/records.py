@@ -110,6 +110,11 @@ class DeadLetter:
     prompt: Prompt | None
 
     @property
+    def last_line(self) -> str:
+        """Of the error: of a traceback, what went wrong. Empty where there is none."""
+        return (self.error.strip().splitlines() or [""])[-1]
+
+    @property
     def id(self) -> str:
         """What names it on the command line: the group's id, else the entry's."""
         return self.group_id or self.entry_id

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from common.config import Config, RunConfig
+from common.environment import CONFIG
 from common.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ def newest_run_id(run: RunConfig) -> str | None:
 
 def _age_key(path: Path) -> tuple[float, str]:
     """When it was begun or resumed: its `config.yaml` is written then, the folder itself changes when it ends, too."""
-    written = path / "config.yaml"
+    written = path / CONFIG
     return (written if written.is_file() else path).stat().st_mtime, path.name
 
 
@@ -40,7 +41,7 @@ def existing_run(config: Config, run_id: str | None) -> Config:
     """
     chosen = run_id or config.run.id or newest_run_id(config.run)
     if chosen is None and config.broker.address is None:
-        there = sorted((path.parent for path in config.run.dir.glob("*/config.yaml")), key=_age_key, reverse=True)
+        there = sorted((path.parent for path in config.run.dir.glob(f"*/{CONFIG}")), key=_age_key, reverse=True)
         known = f"; the newest there: {', '.join(path.name for path in there[:5])}" if there else ""
         raise ConfigError(f"{config.run.dir}: no run named {config.run.name!r} there; give its id with --run-id{known}")
     return with_run_id(config, chosen or config.run.run_id)

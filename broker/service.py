@@ -52,9 +52,7 @@ class Watch:
     def __init__(self, config: Config, generators: int) -> None:
         self.reading: Reading | None = None
         self.page: Page | None = None
-        scaler = Autoscaler(config.autoscale, config.learner.groups_per_step, config.autoscale.min)
-        scaler.start_from(generators)  # before anybody can ask
-        self._config, self._scaler = config, scaler
+        self._config, self._scaler = config, Autoscaler(config.autoscale, config.learner.groups_per_step, generators)
         self.health = Health(config.metrics.stalled_s)
         registry = CollectorRegistry()
         registry.register(RunCollector(config, lambda: self.reading, lambda: self._scaler.wish.generators))

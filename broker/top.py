@@ -251,8 +251,7 @@ def _letters(state: State, room: int) -> RenderableType:
     for name in ("dead letter", "kind", "attempts", "generator", "error"):
         table.add_column(name, header_style="dim", no_wrap=True, overflow="ellipsis")
     for index, each in list(enumerate(letters))[first : first + shown]:
-        error = each.error.strip().splitlines()[-1] if each.error.strip() else ""
-        cells = (each.id, each.kind, str(each.attempts), each.generator, error)
+        cells = (each.id, each.kind, str(each.attempts), each.generator, each.last_line)
         table.add_row(*map(Text, cells), style="reverse" if index == selected else "")
     last = letters[selected].error.strip().splitlines()[-max(1, room - shown - 2) :]
     return Group(table, Text(), Text("\n".join(last), style="dim", no_wrap=True, overflow="ellipsis"))

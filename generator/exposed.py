@@ -19,8 +19,9 @@ from common.health import Health
 from generator.rewards import FailureKind
 
 _STATES = ("joining", "syncing", "serving", "draining")
-_COUNTED = ("tokens", "requests", "groups", "filtered", "failures", "duplicates")
+_COUNTED = ("tokens", "requests", "groups", "filtered", "duplicates")
 _SECONDS = ("busy", "paused", "blocked", "broker_full")
+_MOVES = (*_COUNTED, "failures", "updates", "blocked_s", "broker_full_s")
 
 
 class Exposed(Collector):
@@ -68,7 +69,7 @@ class Exposed(Collector):
         """To be called with every heartbeat once the engine runs: idle, or something has come out since the last."""
         self._learner_version = learner_version
         counters = self._member().counters
-        moved = sum(counters.get(name, 0.0) for name in (*_COUNTED, "updates", "blocked_s", "broker_full_s"))
+        moved = sum(counters.get(name, 0.0) for name in _MOVES)
         if moved != self._seen or not counters.get("in_flight"):
             self._seen = moved
             self.health.beat()

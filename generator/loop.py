@@ -57,7 +57,7 @@ class Generator:
         self._in_flight: dict[str, Work] = {}
         self._started = time.monotonic()
         self._blocked_s = 0.0
-        self._counts = dict.fromkeys(("groups", "filtered", "failures", "duplicates"), 0)
+        self._counts = dict.fromkeys(("groups", "filtered", "duplicates"), 0)
 
     async def run(self) -> None:
         """Serve until drained or until the run is finished.
@@ -81,8 +81,7 @@ class Generator:
                     await self._until_drained(self._serve(), self.receiver.run(), self._watch(heartbeat))
                 finally:
                     await self._hand_over()
-        counts = {**self._counts, **self.handover.counts}
-        self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in counts.items()))
+        self.log.info("gone: %s", " ".join(f"{name}={count}" for name, count in self._totals().items()))
 
     def _drain(self) -> None:
         """From now on nothing new is taken."""
@@ -167,7 +166,6 @@ class Generator:
         except Interrupted:
             pass  # handed over at the end
         except DataFailure as failure:
-            self._counts["failures"] += 1
             self.exposed.failed[failure.kind] += 1
             self.log.warning("prompt %s failed: %s", lease.prompt.group_id, failure)
             await asyncio.to_thread(self.broker.fail, self.id, lease.entry_id, lease.prompt, str(failure))
@@ -258,9 +256,12 @@ class Generator:
         """A generator whose heartbeat failed is invisible: better to end with its error."""
         await asyncio.shield(heartbeat)  # which goes on until we have left
 
+    def _totals(self) -> dict[str, int]:
+        return {**self._counts, "failures": self.exposed.failed.total(), **self.handover.counts}
+
     def _member(self) -> Member:
         wall = time.monotonic() - self._started
-        counters = {**self._counts, **self.handover.counts, **self.engine.counters(), "wall_s": wall}
+        counters = {**self._totals(), **self.engine.counters(), "wall_s": wall}
         counters |= {"blocked_s": self._blocked_s, "broker_full_s": self.broker.pressure.seconds}
         counters |= {"in_flight": len(self._in_flight), "updates": self.receiver.updates}
         if self.evaluation is not None:

@@ -19,6 +19,7 @@ the due groups as fit, and groups that do get too old expire whole and are sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from broker import Delivery
 from common.config import Config
@@ -85,10 +86,8 @@ class Pending:
         return tuple(batch)
 
     def _reaching(self, deliveries: Sequence[Delivery]) -> int:
-        """How many of them, from the first on, hold `tokens_per_step`; more than there are if they do not."""
-        limit, tokens = self._config.learner.tokens_per_step, 0
-        for count, each in enumerate(deliveries if limit is not None else (), 1):
-            tokens += each.group.response_tokens
-            if limit is not None and tokens >= limit:
-                return count
-        return len(deliveries) + 1
+        """How many of them, from the first on, hold `tokens_per_step`; all of them where that is not reached."""
+        if (limit := self._config.learner.tokens_per_step) is None:
+            return len(deliveries)
+        totals = accumulate(each.group.response_tokens for each in deliveries)
+        return next((count for count, total in enumerate(totals, 1) if total >= limit), len(deliveries))

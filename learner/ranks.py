@@ -66,10 +66,11 @@ def broadcast_made(make: Callable[[], bytes] | None, source: int) -> bytes:
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make) if make is not None else None
         while True:
+            data = None
             if making is not None:
                 wait([making], IDLE_S)
-            done = making.result() if making is not None and making.done() else b""
-            if said := broadcast(done if making is not None else None, source):
+                data = making.result() if making.done() else b""
+            if said := broadcast(data, source):
                 return said
 
 

@@ -70,13 +70,11 @@ function drawStatus() {
   at("stale").hidden = !why;
 }
 
-let again = false;
-
 async function refresh() {
-  again ||= state.fetching && Boolean(state.snapshot?.finished);
   const lost = performance.now() - state.alive > 1000 * OLD_S;
   if (state.fetching || ((lost || document.hidden) && !state.snapshot?.finished)) return;
   state.fetching = true;
+  const finished = state.snapshot?.finished;
   try {
     const [history, samples] = await Promise.all(["history", "samples"].map(async (path) => {
       const answer = await fetch(path, { cache: "no-store" });
@@ -89,10 +87,7 @@ async function refresh() {
     // drawStatus says what is wrong; the next try follows.
   } finally {
     state.fetching = false;
-    if (again) {
-      again = false;
-      refresh();
-    }
+    if (state.snapshot?.finished && !finished) refresh(); // it ended meanwhile
   }
 }
 
