@@ -16,11 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from broker.processes import await_end, family, kill_family, send
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start.md"
@@ -117,22 +118,11 @@ class Shell:
 
     def close(self) -> None:
         """Nothing may survive: what is left in the session is told to stop in order, then killed."""
-        for number in (signal.SIGINT, signal.SIGKILL):
-            for pid in self._session():
-                os.kill(pid, number)
-            try:
-                self.process.wait(20 if number is signal.SIGINT else 5)
-            except subprocess.TimeoutExpired:
-                continue
-
-    def _session(self) -> Iterator[int]:
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                yield int(path.name)
+        left = family("no mark/", [self.process.pid])
+        send(left, signal.SIGINT)
+        await_end(left, 20)
+        kill_family("no mark/", [self.process.pid])
+        self.process.wait(5)
 
 
 @pytest.mark.long
